@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .backend import WeightError
+
 SCALE_BYTES = 4
 LEVELS = np.float32(127)
 LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
@@ -122,6 +124,16 @@ class Processors(NamedTuple):
     presence_penalty: np.ndarray  # (P,) float32
     bias_ids: Ragged  # int32
     biases: Ragged  # float32, one for each of bias_ids
+
+
+def check_range(name: str, weight: np.ndarray, dtype: str, largest: float | None) -> None:
+    """Raise WeightError for a finite number beyond the dtype's largest; None: float32's."""
+    if largest is None:
+        return
+    found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
+    if found > largest:
+        held = f"whose largest number is {largest:g}, and {name} has {found:g}"
+        raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
 
 
 def stacked(checkpoint, names: list[str]) -> np.ndarray:

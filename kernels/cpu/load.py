@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import KINDS, LINEARS, NORM_BEFORE, WeightError
-from ..numbers import stacked
+from ..backend import KINDS, LINEARS, NORM_BEFORE
+from ..numbers import check_range, stacked
 from .arrays import (
     FACTORS_BEFORE,
     NO_FACTORS,
@@ -28,7 +28,7 @@ from .arrays import (
     share_of,
     to_panels,
 )
-from .dtypes import DTYPES, Dtype, new_weight, panel_count, unpack
+from .dtypes import DTYPES, new_weight, panel_count, unpack
 from .layers.activations import ACTIVATIONS, activate
 from .layers.linear import Linear
 from .simd.vector_ir import zeros
@@ -155,8 +155,7 @@ def pack_layers(
     bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
-        if row.largest is not None:
-            _check_range(name, weight, row)
+        check_range(name, weight, row.name, row.largest)
         if factors_of is not None:
             all_factors[layer] = factors_of(layer, weight)
         is_transposed = not weight.flags.c_contiguous
@@ -172,13 +171,6 @@ def pack_layers(
             for target, part in zip(kept, piece, strict=True):
                 target[layer] = part[0]
     return kept or record, all_factors
-
-
-def _check_range(name: str, weight: np.ndarray, row: Dtype) -> None:
-    found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
-    if found > row.largest:
-        held = f"whose largest number is {row.largest:g}, and {name} has {found:g}"
-        raise WeightError(f"is {row.name!r}, {held}: use 'bfloat16' or 'float32'.")
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Compilation of kernels, their files on disk, and instructions that numba.cuda lacks, as inline PTX (ISA 9.0).
 
-A uint32 holds two bfloat16, the first in the low half. `index` counts elements; all accesses are aligned.
+A uint32 holds two numbers of 16 bits, the first in the low half. `index` counts elements; all accesses are aligned.
 
 Two modules use what numba-cuda does not promise: this one the dispatcher's `_cache`, `_Kernel._rebuild` and
 `_reduce_states`, `serialize`, `intrinsic`, llvmlite's builder, `cgutils` and `ConfigStack`; device.py
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import cuda, float32, int32, int64, types, uint32
@@ -34,7 +34,7 @@ FOUR_WORDS = types.UniTuple(uint32, 4)
 WARP = 32
 LANE_BITS = 5
 ALL_LANES = 0xFFFFFFFF
-# Compute capabilities: the first with mma of bfloat16 and cp.async; the first that begins a kernel before another ends.
+# Compute capabilities: the first with mma of 16 of K and cp.async; the first that begins a kernel before another ends.
 AMPERE = 8, 0
 HOPPER = 9, 0
 MAX_WARPS = 32
@@ -203,40 +203,62 @@ def load_fresh(array, index):
 def load_fresh_pair(array, index): ...
 
 
-@instruction(
-    "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; st.global.b32 [$0], h; }", low=float32, high=float32
-)
-def store_bfloat16_pair(array, index, low, high):
-    """Round two float32 to array[index] and array[index + 1], uint16."""
+class Halves(NamedTuple):
+    """Instructions for numbers of 16 bits."""
+
+    store: Callable
+    store_pair: Callable
+    pack: Callable
+    mma: Callable
 
 
-@instruction("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", value=float32)
-def store_bfloat16(array, index, value): ...
+def _halves(kind: str) -> Halves:
+    """kind: PTX's name."""
+
+    def of_kind(text: str, *result: Any, **options: Any) -> Callable[[Callable], Any]:
+        def make(named: Callable) -> Any:
+            named.__name__ += f"_{kind}"
+            return instruction(text.replace("KIND", kind), *result, **options)(named)
+
+        return make
+
+    @of_kind("{ .reg .b16 h; cvt.rn.KIND.f32 h, $1; st.global.b16 [$0], h; }", value=float32)
+    def store(array, index, value): ...
+
+    @of_kind(
+        "{ .reg .b32 h; cvt.rn.KINDx2.f32 h, $2, $1; st.global.b32 [$0], h; }", low=float32, high=float32
+    )
+    def store_pair(array, index, low, high):
+        """Round two float32 to array[index] and array[index + 1]."""
+
+    @of_kind("cvt.rn.KINDx2.f32 $0, $2, $1;", uint32, is_pure=True, low=float32, high=float32)
+    def pack(low, high): ...
+
+    @of_kind(
+        "mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        FOUR_FLOATS,
+        is_pure=True,
+        is_convergent=True,
+    )
+    def mma(a, b, c):
+        """Return c (16, 8) float32 + a (16, 16) @ b (16, 8), by a warp. Lane 4 g + q holds, in pairs,
+
+        a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
+        b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
+        c: row g at columns 2q and 2q + 1, then row g + 8 at the same
+        """
+
+    return Halves(store, store_pair, pack, mma)
 
 
-@instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, is_pure=True, low=float32, high=float32)
-def pack_bfloat16(low, high): ...
+BF16 = _halves("bf16")
+F16 = _halves("f16")
 
 
 @instruction("mul.rn.f32 $0, $1, $2;", float32, is_pure=True, a=float32, b=float32)
 def rounded_product(a, b):
     """Return a product that is never fused with a sum."""
-
-
-@instruction(
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-    FOUR_FLOATS,
-    is_pure=True,
-    is_convergent=True,
-)
-def mma_bfloat16(a, b, c):
-    """Return c (16, 8) float32 + a (16, 16) @ b (16, 8) of bfloat16, by a warp. Lane 4 g + q holds, in pairs,
-
-    a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
-    b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
-    c: row g at columns 2q and 2q + 1, then row g + 8 at the same
-    """
 
 
 @instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", FOUR_WORDS, address=uint32)

@@ -1,7 +1,7 @@
 """The dtypes of a model's weights, and the weights on the device, in panels of 8 features.
 
 In a panel's step of 64 of K, lane 4 g + q holds 16 numbers of feature g; a warp reads 512 contiguous bytes a load:
-    bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
+    float16, bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
     int8: one load of 16 numbers, in the same order
     float32: four loads of 4 numbers, k = 16 p + 4 q + i
 """
@@ -13,18 +13,9 @@ import numpy as np
 from numba import float32, uint32
 
 from ..backend import KINDS, LINEARS, NORMS
-from ..numbers import from_bfloat16, stacked, to_bfloat16
+from ..numbers import check_range, from_bfloat16, stacked, to_bfloat16
 from . import device as devices
-from .jit import (
-    AMPERE,
-    bits_to_float32,
-    device_function,
-    int8_to_bfloat16,
-    mma_bfloat16,
-    pack_bfloat16,
-    store_bfloat16,
-    store_bfloat16_pair,
-)
+from .jit import AMPERE, BF16, F16, bits_to_float32, device_function, int8_to_bfloat16
 
 OUT_TILE = 8  # features of a panel
 STEP = 64
@@ -59,6 +50,11 @@ def _as_float32(values: np.ndarray) -> np.ndarray:
     return np.asarray(values, np.float32)
 
 
+def _to_float16(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float16)
+
+
 @dataclass(frozen=True)
 class Numbers:
     """A family of activations, which the KV cache holds as well: how arrays keep them, and how they are multiplied.
@@ -67,6 +63,7 @@ class Numbers:
     store: (array, index, value), and store_pair: (array, index, low, high), of float32
     pack and mma: two float32 as a word, and the product of a warp on tensor cores; None for ordinary units
     oldest: the least compute capability
+    largest: finite number; None: float32's
     """
 
     name: str
@@ -78,6 +75,7 @@ class Numbers:
     oldest: tuple[int, int]
     pack: Any = None
     mma: Any = None
+    largest: float | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -103,13 +101,19 @@ BFLOAT16 = Numbers(
     array_type=np.uint16,
     encode=to_bfloat16,
     decode=from_bfloat16,
-    store=store_bfloat16,
-    store_pair=store_bfloat16_pair,
     oldest=AMPERE,
-    pack=pack_bfloat16,
-    mma=mma_bfloat16,
+    **BF16._asdict(),
 )
-NUMBERS = {numbers.name: numbers for numbers in (FLOAT32, BFLOAT16)}
+FLOAT16 = Numbers(
+    name="float16",
+    array_type=np.float16,
+    encode=_to_float16,
+    decode=_as_float32,
+    oldest=AMPERE,
+    **F16._asdict(),
+    largest=np.finfo(np.float16).max,
+)
+NUMBERS = {numbers.name: numbers for numbers in (FLOAT32, FLOAT16, BFLOAT16)}
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ BY_LOAD = 0, 2, 3, 1, 4, 5  # (P, steps, load, g, q, i)
 BY_LANE = 0, 2, 1, 4, 3, 5  # (P, steps, g, q, load, i)
 DTYPES = {
     "float32": Dtype(FLOAT32, np.float32, (4, 4, 4), BY_LOAD, _load),
+    "float16": Dtype(FLOAT16, np.float16, (2, 4, 8), BY_LOAD, _load),
     "bfloat16": Dtype(BFLOAT16, np.uint16, (2, 4, 8), BY_LOAD, _load_bfloat16),
     "int8": Dtype(BFLOAT16, np.int8, (2, 4, 8), BY_LANE, _load, int8_to_bfloat16),
 }
@@ -201,6 +206,7 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
         scales = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32)
         size = panels.size // len(names)
         for i, name in enumerate(names):  # one matrix at a time is in memory twice
+            check_range(name, checkpoint.tensor(name), dtype, DTYPES[dtype].numbers.largest)
             packed, scales[i] = pack(checkpoint.tensor(name), dtype)
             device.write(panels, packed, i * size)
             checkpoint.release(name)

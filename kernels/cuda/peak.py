@@ -6,7 +6,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from . import device as devices
-from .jit import four, kernel, load_weights, mma_bfloat16
+from .jit import BF16, four, kernel, load_weights
 
 PEAK_THREADS = 256
 READ_BYTES = 1 << 30  # far more than the L2 cache
@@ -75,6 +75,7 @@ def read_kernel(loads: int):
 @functools.cache
 def multiply_kernel(kind: str):
     is_bfloat16 = kind == "bfloat16"
+    mma = BF16.mma
     sums_size = CHAINS * 4
 
     def multiply(out, rounds):
@@ -88,7 +89,7 @@ def multiply_kernel(kind: str):
         for _ in range(int32(0), rounds):
             for chain in range(CHAINS):
                 if is_bfloat16:
-                    c = mma_bfloat16((word, word, word, word), (word, word), four(sums, chain * 4))
+                    c = mma((word, word, word, word), (word, word), four(sums, chain * 4))
                     for k in range(4):
                         sums[chain * 4 + k] = c[k]
                 else:

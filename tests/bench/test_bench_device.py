@@ -53,7 +53,10 @@ def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--dtype int4", "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
+        (
+            "--dtype int4",
+            "dtype is 'int4' and device 'cuda' computes in 'float32', 'float16', 'bfloat16', 'int8' only",
+        ),
         ("--random tiny --kv-cache-dtype int8", "is 'int8' and must be one of 'auto', 'float32' for"),
     ],
 )

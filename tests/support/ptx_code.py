@@ -12,8 +12,8 @@ import numpy as np
 
 KINDS: dict[str, Any] = {
     "pred": np.bool_,
-    "bf16": np.uint16,
-    "bf16x2": np.uint32,
+    **dict.fromkeys(("f16", "bf16"), np.uint16),
+    **dict.fromkeys(("f16x2", "bf16x2"), np.uint32),
     "f32": np.float32,
     "f64": np.float64,
 }
@@ -307,9 +307,12 @@ class _Writer:
         to, source = ins.op[-2:]
         result, kind = KINDS[to], KINDS[source]
         rounds_to_whole = {"rni", "rzi", "rmi", "rpi"} & set(ins.op)
-        if to in ("bf16", "bf16x2"):
-            high = "" if to == "bf16" else "bfloat16_of({0}).astype(np.uint32) << np.uint32(16) | "
-            form = f"{high}bfloat16_of({{{len(ins.operands) - 2}}})"
+        if KINDS[to.removesuffix("x2")] is np.uint16 and source == "f32":
+            of = "bfloat16_of" if to[0] == "b" else "float16_of"
+            high = f"{of}({{0}}).astype(np.uint32) << np.uint32(16) | " if to.endswith("x2") else ""
+            form = f"{high}{of}({{{len(ins.operands) - 2}}})"
+        elif (to, source) == ("f32", "f16"):
+            form = "{0}.view(np.float16).astype(np.float32)"
         elif source[0] == "f" and to[0] != "f" and rounds_to_whole == {"rzi"}:
             form = f"truncated({{0}}, np.{result.__name__})"
         elif source == "bf16" or (source[0] == "f" and (to[0] != "f" or rounds_to_whole)):
@@ -349,14 +352,15 @@ class _Writer:
     _red = _atom
 
     def _mma(self, ins):
-        if ".".join(ins.op) != "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32":
+        kind = ins.op[-2]
+        if ".".join(ins.op) != f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32":
             raise unknown(ins)
         to, *given = map(parts_of, ins.operands)
         kinds = np.uint32, np.uint32, np.float32
         a, b, c = (
             ", ".join(self.read(part, k) for part in parts) for parts, k in zip(given, kinds, strict=True)
         )
-        self.lines.append(f"product = m.multiply([{a}], [{b}], [{c}])")
+        self.lines.append(f"product = m.multiply([{a}], [{b}], [{c}], {kind!r})")
         for n, part in enumerate(to):
             self.set(part, np.float32, f"product[{n}]")
 
@@ -472,6 +476,11 @@ def bfloat16_of(a):
         np.uint16
     )
     return np.where(np.isnan(a), np.uint16(0x7FFF), rounded)
+
+
+def float16_of(a):
+    with np.errstate(over="ignore"):
+        return np.asarray(a, np.float16).view(np.uint16)
 
 
 def two_sum(a, b):

@@ -21,6 +21,7 @@ import numpy as np
 from support import cuda_compile
 from support.ptx_code import KINDS, Piece, Program, PtxError, read_ptx
 from tinygpt.kernels.cuda.device import _narrowed
+from tinygpt.kernels.numbers import from_bfloat16
 
 WARP = 32
 SPOILT = 0xFF  # a byte of NaN
@@ -248,14 +249,14 @@ class Machine:
             raise PtxError("a shuffle from a lane that is not there")
         return table[warp, source]
 
-    def multiply(self, a, b, c):
-        """Return c (16, 8) + a (16, 16) @ b (16, 8), in float64; ptx.py's mma_bfloat16 has the lanes' parts."""
+    def multiply(self, a, b, c, kind):
+        """Return c (16, 8) + a (16, 16) @ b (16, 8), in float64; jit.py's mma has the lanes' parts."""
         size = self.there.size
         if size % WARP or (self.lane[self.there].reshape(-1, WARP) != np.arange(WARP)).any():
             raise PtxError("an mma without some lanes of the warp")
         a, b, c = (np.stack([np.broadcast_to(x, size) for x in part], -1) for part in (a, b, c))
-        a = pairs(a).reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
-        b = pairs(b).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
+        a = pairs(a, kind).reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
+        b = pairs(b, kind).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
         c = c.astype(np.float64).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)
         d = (c + a @ b).astype(np.float32)
         return d.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(size, 4).T
@@ -520,10 +521,7 @@ def merged(some: np.ndarray | None, others: np.ndarray) -> np.ndarray:
     return others if some is None else np.sort(np.concatenate([some, others]))
 
 
-def pairs(words: np.ndarray) -> np.ndarray:
-    """Return the two bfloat16 in each word as float64, (..., words, 2)."""
-    return (
-        np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1)
-        .view(np.float32)
-        .astype(np.float64)
-    )
+def pairs(words: np.ndarray, kind: str) -> np.ndarray:
+    """Return the two numbers of 16 bits in each word as float64, (..., words, 2)."""
+    halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
+    return (halves.view(np.float16) if kind == "f16" else from_bfloat16(halves)).astype(np.float64)

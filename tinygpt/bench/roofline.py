@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .measure import Run
 
 # Bytes of a number in a KV cache, and llama.cpp's name of its type.
-CACHE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
+CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+CACHE_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def measure_limits(dtype: str, threads: int, device: str) -> MachineLimits:
 def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
     """Return the dtypes of the tiles that multiply in the blocks and in the head."""
     if device == "cuda" and dtype != "float32":
-        return "bfloat16", "bfloat16"  # to which a GPU expands int8
+        return "bfloat16", "bfloat16"  # to which a GPU expands int8, and as fast as float16
     return dtype, PRECISIONS[dtype].head
 
 

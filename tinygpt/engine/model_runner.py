@@ -208,8 +208,7 @@ def name_of(backend: ModuleType) -> str:
 
 def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
     if not isinstance(checkpoint, PackedCheckpoint):
-        auto = checkpoint.auto_dtype if checkpoint.auto_dtype in backend.DTYPES else "float32"
-        return auto if dtype == "auto" else dtype
+        return _auto_dtype(checkpoint.auto_dtype, backend) if dtype == "auto" else dtype
     if backend.PACKED is None:
         raise RequestError(
             f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "
@@ -223,6 +222,16 @@ def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | Pac
         )
     _check_dtype(checkpoint.dtype, backend)
     return checkpoint.dtype
+
+
+def _auto_dtype(stored: str, backend: ModuleType) -> str:
+    """Return the dtype that a checkpoint is stored in, if PRECISIONS describes the backend's, or float32.
+
+    On a GPU float16 has activations of 16 bits, too: it is to be asked for.
+    """
+    if stored in backend.DTYPES and backend.kv_cache_dtypes(stored)[0] == PRECISIONS[stored].kv_cache:
+        return stored
+    return "float32"
 
 
 def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str) -> str:

@@ -18,11 +18,11 @@ from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda import check_model, jit
 from tinygpt.kernels.cuda.device import Device, let_kernels_begin_early, need_compilers, release_of_libnvvm
 from tinygpt.kernels.cuda.jit import (
+    BF16,
     DiskCache,
     describe,
     kernel,
     let_next_kernel_begin,
-    mma_bfloat16,
     prefetch_run,
     wait_for_kernel_before,
 )
@@ -183,13 +183,16 @@ def test_a_driver_that_refuses_such_edges_keeps_the_plain_ones(monkeypatch):
 # The toolchain that the compile checks of the other files rely on.
 
 
+mma = BF16.mma
+
+
 @kernel
 def partly_wanted(out, words, few):
     lane = int32(cuda.threadIdx.x)
     a = words[lane]
     b = words[lane + 32]
     zero = float32(0)
-    c = mma_bfloat16((a, b, a, b), (a, b), (zero, zero, zero, zero))
+    c = mma((a, b, a, b), (a, b), (zero, zero, zero, zero))
     if lane < few:
         out[lane] = c[0]
 

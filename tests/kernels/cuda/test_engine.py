@@ -10,9 +10,12 @@ from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tables import fields, rows
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda import device as devices
+from tinygpt.llm_args import LLMArgs
+from tinygpt.weights.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 
@@ -197,8 +200,16 @@ def test_a_gpu_without_tensor_cores_computes_in_float32(model, device):
         assert llm.generate([[3]], SamplingParams(max_tokens=1))
 
 
+def test_float16_is_to_be_asked_for(model, monkeypatch):
+    """A GPU's activations are float16, too."""
+    monkeypatch.setattr(Checkpoint, "auto_dtype", "float16")
+    sources = ModelSource.open_all(LLMArgs(model, device="cuda"), ["auto", "float16"])
+    assert [source.dtype for source in sources] == ["float32", "float16"]
+    assert [source.kv_cache_dtype for source in sources] == ["float32", "float16"]
+
+
 REFUSED = rows("""
-{"dtype": "int4"} | dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only
+{"dtype": "int4"} | dtype is 'int4' and device 'cuda' computes in 'float32', 'float16', 'bfloat16', 'int8' only
 {"kv_cache_dtype": "bfloat16"} | must be one of 'auto', 'float32' for float32 weights on device 'cuda'
 {"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16' for int8 weights
 {"dtype": "int8", "kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'

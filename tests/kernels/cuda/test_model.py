@@ -12,8 +12,8 @@ from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import Batch
+from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.cuda.workspace import Mirror, bytes_needed
-from tinygpt.kernels.numbers import from_bfloat16
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.tensor import LazyTensor
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 V = 29
 T = 140
 SLOTS = 4
-TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
+TOLERANCE = {"float32": 2e-5, "float16": 0.008, "bfloat16": 0.06, "int8": 0.15}
 
 
 def checkpoint_of(**fields) -> Checkpoint:
@@ -45,7 +45,7 @@ class Model:
     def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(config, SLOTS, T, "float32" if dtype == "float32" else "bfloat16")
+        self.cache = backend.new_kv_cache(config, SLOTS, T, backend.kv_cache_dtypes(dtype)[0])
         self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:
@@ -61,7 +61,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 
 
 # A CPU takes long for attention in float32, whose many chunks test_attention.py looks at.
-LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
+LENGTHS = dict.fromkeys(TOLERANCE, 66) | {"float32": 6}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -170,7 +170,7 @@ def test_edits_of_the_stream_and_a_given_one():
     same_bits(found[0][2], found[0][0])  # the head's own bits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", NUMBERS)
 def test_positions_move_between_slots_and_to_the_host(dtype):
     checkpoint, ids = checkpoint_of(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
@@ -187,9 +187,9 @@ def test_positions_move_between_slots_and_to_the_host(dtype):
     oracle = Model(reference, checkpoint)
     oracle.forward([ids[:8]], [0], [3])
     for found, true in zip((k, v), reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
-        values = found if dtype == "float32" else from_bfloat16(found)
+        values = NUMBERS[dtype].decode(found)
         np.testing.assert_allclose(values, true, atol=TOLERANCE[dtype] / 2, rtol=0)
-    as_float32 = (part if dtype == "float32" else from_bfloat16(part) for part in (k, v))
+    as_float32 = map(NUMBERS[dtype].decode, (k, v))
     backend.write_positions(cache, 2, 0, *as_float32)
     assert (model.forward([ids[8:]], [8], [2]) == expected).all()
 
@@ -215,7 +215,7 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint = checkpoint_of()
-    kv_cache_dtype = "float32" if dtype == "float32" else "bfloat16"
+    (kv_cache_dtype,) = cuda.kv_cache_dtypes(dtype)
     model = Model(cuda, checkpoint, dtype)
     needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
