@@ -4,7 +4,7 @@ Names of parameters are Hugging Face's for GPT-2. Every matrix is (out, in).
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -58,11 +58,6 @@ def dtype_name(value: Any) -> str:
     return DTYPE_ALIASES.get(name.lower(), name)
 
 
-def _structure(default: Any, named: str = "") -> Any:
-    """Return a field that has one value in every GPT-2. named: another architecture's difference, in words."""
-    return field(default=default, metadata={"structure": named})
-
-
 @dataclass(frozen=True)
 class Attention:
     """The scores of a layer's attention: scale q·k - slope * distance."""
@@ -101,16 +96,17 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     bos_token_id: int | None = 50256
     eos_token_ids: tuple[int, ...] = (50256,)
-    norm_placement: str = _structure("pre", "layer norms after its blocks")
-    positions: str = _structure("learned", "ALiBi in place of position embeddings")
-    embed_norm: bool = _structure(False, "a layer norm after its embeddings")
-    final_norm: bool = _structure(True, "no layer norm before its head")
-    embed_dim: int | None = _structure(None, "embeddings of another width than its own")
-    embed_scale: float = _structure(1.0, "embeddings that are multiplied by a number")
-    expert_layers: tuple[int, ...] = _structure((), "experts")
-    num_experts: int = _structure(0)
-    experts_per_token: int = _structure(1)
-    norm_topk_prob: bool = _structure(False)
+    # From here on fields of STRUCTURE, which have one value in every GPT-2.
+    norm_placement: str = "pre"
+    positions: str = "learned"
+    embed_norm: bool = False
+    final_norm: bool = True
+    embed_dim: int | None = None
+    embed_scale: float = 1.0
+    expert_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 1
+    norm_topk_prob: bool = False
 
     @property
     def structure(self) -> dict[str, Any]:
@@ -126,11 +122,6 @@ class ModelConfig:
             for name, value in self.structure.items()
             if name not in supported and (name, value) not in supported
         }
-
-    @property
-    def differences(self) -> list[str]:
-        """Return the differences from GPT-2, in words."""
-        return [STRUCTURE[name] for name in self.structure if STRUCTURE[name]]
 
     @property
     def has_alibi(self) -> bool:
@@ -172,10 +163,8 @@ class ModelConfig:
         return (*slopes, *(2.0 ** (-4 * (2 * head + 1) / power) for head in range(self.n_head - power)))
 
 
-# Fields that have one value in every GPT-2, and their differences in words.
-STRUCTURE = {
-    each.name: each.metadata["structure"] for each in fields(ModelConfig) if "structure" in each.metadata
-}
+_NAMES = [each.name for each in fields(ModelConfig)]
+STRUCTURE = _NAMES[_NAMES.index("norm_placement") :]
 EMBEDDING = "wte.weight"
 POSITIONS = "wpe.weight"
 HEAD = "lm_head.weight"

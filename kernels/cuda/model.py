@@ -17,7 +17,7 @@ from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
-from .layers.epilogue import ADD, LOGITS, QKV, Heads
+from .layers.epilogue import ADD, LOGITS, PLAIN, QKV, Heads
 from .layers.gemm import gemm_kernel, pick_tile
 from .layers.linear import (
     FUSED_TOKENS,
@@ -32,7 +32,7 @@ from .layers.linear import (
     steps_ahead,
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
-from .params import DTYPES, STEP, Params, padded_columns
+from .params import DTYPES, STEP, NormWeights, Params, Weights, padded_columns
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     NUM_LOGITS,
@@ -45,7 +45,8 @@ from .workspace import (
     rounded_up,
 )
 
-HEAD_LAYER = 0  # ln_f and the head are one layer
+ONE_LAYER = 0  # of those before and after the blocks
+HEAD = ("project_out", "lm_head")  # whose rows have logits
 DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
 FEW_TOKENS = 64  # on an H200, up to which `linear` is faster than `gemm`
 HEAD_BLOCKS = 4  # of a multiprocessor, which share the panels of the head
@@ -83,20 +84,41 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: b
         look("resid_pre", layer)
         attention_block(params, layer, x, step)
         look("q", layer)
+        norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
         mlp_block(params, layer, x, step)
+        norm_after(params, "ln_2", layer, x, step)
         look("resid_post", layer)
     head(params, x, step, greedy)
 
 
 def embed(params: Params, x, step: Step) -> None:
-    """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id."""
+    """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id.
+
+    Other models than GPT-2 scale wte, project it, lack wpe, or have a layer norm here.
+    """
+    narrow = step.workspace.narrow
+    config = params.config
+    has_positions = not config.has_alibi
+    of_x = x, config.n_embd, config.n_embd, "float32"
+    if config.embed_dim is None:
+        look_up(params, *of_x, step, True, has_positions)
+    else:
+        of_narrow = narrow, padded_columns(config.embed_dim), config.embed_dim, params.dtype
+        look_up(params, *of_narrow, step, True, False)
+        look_up(params, *of_x, step, False, has_positions)
+        linear(params, "project_in", ONE_LAYER, x, narrow, step, ADD)
+    norm_after(params, "ln_e", ONE_LAYER, x, step)
+
+
+def look_up(params: Params, out, width: int, columns: int, dtype: str, step: Step, *parts: bool) -> None:
+    """out (N, width) = wte[token] + wpe[position], or one of them. parts: of embed_kernel."""
     w = step.workspace
-    wte = params.wte
+    wte = params.linears["wte"]
     places = w.inputs.token_ids, w.inputs.positions, w.embeds
-    tables = wte.panels, wte.scales, params.wpe, params.config.n_embd, wte.num_steps
-    function = embed_kernel(params.dtype)
-    w.device.launch(function, step.shape.tokens, EMBED_THREADS, x, *places, *tables, w.inputs.sizes)
+    tables = wte.panels, wte.scales, float(params.config.embed_scale), params.wpe, columns, wte.num_steps
+    function = embed_kernel(params.dtype, dtype, *parts)
+    w.device.launch(function, step.shape.tokens, EMBED_THREADS, out, width, *places, *tables, w.inputs.sizes)
 
 
 def attention_block(params: Params, layer: int, x, step: Step) -> None:
@@ -118,7 +140,12 @@ def head(params: Params, x, step: Step, greedy: bool) -> None:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row."""
     w = step.workspace
     if step.shape.logits:
-        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, w.logits, x, step, LOGITS)
+        layer_norm(params, "ln_f", ONE_LAYER, x, step, w.inputs.logit_rows)
+        inputs = w.normed
+        if params.config.embed_dim is not None:
+            linear(params, "project_out", ONE_LAYER, w.narrow, inputs, step, PLAIN)  # (R, E)
+            inputs = w.narrow
+        linear(params, "lm_head", ONE_LAYER, w.logits, inputs, step, LOGITS)
         count = min(step.shape.logits, w.max_shape.logits)
         chosen = w.sampling.step_token_ids
         queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
@@ -130,30 +157,43 @@ def normed_linear(
     """Queue a linear layer of a layer norm: one kernel if the rows are few."""
     w = step.workspace
     columns = params.config.n_embd
-    # The head has too many blocks to repeat the norm in each.
-    has_few_rows = step.shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
+    is_short = step.shape.tokens <= FUSED_TOKENS and norm in params.norms
     fits = fused_block_bytes(columns) <= w.device.shared_bytes and columns % STEP == 0
-    if not (DTYPES[params.dtype].numbers.has_mma and has_few_rows and fits):
-        layer_norm(params, norm, layer, x, step, epilogue)
+    if not (DTYPES[params.dtype].numbers.has_mma and is_short and fits):
+        layer_norm(params, norm, layer, x, step, w.every)
         linear(params, name, layer, target, w.normed, step, epilogue)
         return
     weights = params.linears[name]
     normed = Norm(x, w.every, *params.norms[norm], float(params.config.layer_norm_epsilon))
     function = normed_linear_kernel(params.dtype, columns, epilogue)
-    arguments = target, normed, weights, layer, width_of(params, epilogue), w.inputs.sizes, NUM_TOKENS
+    arguments = target, normed, weights, layer, width_of(weights, epilogue), w.inputs.sizes, NUM_TOKENS
     shared_bytes = fused_shared_bytes(weights.num_steps)
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 
-def layer_norm(params: Params, norm: str, layer: int, x, step: Step, epilogue: str) -> None:
-    """normed (N, C), or (R, C) for logits."""
+def layer_norm(params: Params, norm: str, layer: int, x, step: Step, rows) -> None:
+    """normed (N, C) = x, or (R, C) = x[logit_rows]: normalized, unless norms follow the blocks."""
+    weights = params.norms.get(norm)
+    width = padded_columns(params.config.n_embd)
+    normalize_rows(params, weights, layer, step.workspace.normed, width, params.dtype, x, step, rows)
+
+
+def norm_after(params: Params, norm: str, layer: int, x, step: Step) -> None:
+    """Normalize the stream x (N, C) in its place, if the model does so here."""
+    if (weights := params.norms_after.get(norm)) is not None:
+        width = params.config.n_embd
+        normalize_rows(params, weights, layer, x, width, "float32", x, step, step.workspace.every)
+
+
+def normalize_rows(
+    params: Params, weights: NormWeights | None, layer: int, out, width: int, dtype: str, x, step: Step, rows
+) -> None:
     w = step.workspace
-    columns = params.config.n_embd
-    rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
-    count, row_kind = rows_of(epilogue, step.shape)
-    function = layer_norm_kernel(DTYPES[params.dtype].numbers.name, columns)
-    sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
-    arguments = w.normed, x, rows, *params.norms[norm], layer, *sizes
+    nothing = params.slopes
+    count, row_kind = rows_of(rows is w.inputs.logit_rows, step.shape)
+    function = layer_norm_kernel(DTYPES[dtype].numbers.name, params.config.n_embd, weights is not None)
+    sizes = width, float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
+    arguments = out, x, rows, *(weights or (nothing, nothing)), layer, *sizes
     w.device.launch(function, -(-count // NORM_WARPS), NORM_WARPS * WARP, *arguments)
 
 
@@ -162,8 +202,8 @@ def linear(params: Params, name: str, layer: int, target, inputs, step: Step, ep
     w = step.workspace
     weights = params.linears[name]
     dtype = params.dtype
-    count, row_kind = rows_of(epilogue, step.shape)
-    arguments = target, inputs, weights, layer, width_of(params, epilogue), w.inputs.sizes, row_kind
+    count, row_kind = rows_of(name in HEAD, step.shape)
+    arguments = target, inputs, weights, layer, width_of(weights, epilogue), w.inputs.sizes, row_kind
     if count > FEW_TOKENS and w.device.capability >= AMPERE:
         tile = pick_tile(count, weights.features, dtype, w.device)
         function = gemm_kernel(dtype, tile, epilogue)
@@ -188,15 +228,17 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     shape = step.shape
     config = params.config
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
-    more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention(layer).scale)
+    scale = float(config.attention(layer).scale)
+    more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
+    kind = c.padded_head, c.numbers.name, config.has_alibi
     if shape.tiles:  # prefill, and steps with several new tokens of a sequence
         grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
-        function = attend_prefill_kernel(c.padded_head, c.numbers.name)
+        function = attend_prefill_kernel(*kind)
         w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
         return
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS
-    function = attend_decode_kernel(c.padded_head, c.numbers.name)
+    function = attend_decode_kernel(*kind)
     grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
     arguments = attended, w.merges, w.partials, *keys, w.inputs.sizes, *more, shape.key_blocks
     w.device.launch(function, grid, warps * WARP, *arguments)
@@ -209,15 +251,15 @@ def heads_of(step: Step) -> Heads:
     return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
 
 
-def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:
-    """Return the most rows of a linear layer, and the index of the true number in `sizes`."""
-    return (shape.logits, NUM_LOGITS) if epilogue == LOGITS else (shape.tokens, NUM_TOKENS)
+def rows_of(is_head: bool, shape: StepShape) -> tuple[int, int]:
+    """Return the most rows of a layer, and the index of the true number in `sizes`."""
+    return (shape.logits, NUM_LOGITS) if is_head else (shape.tokens, NUM_TOKENS)
 
 
-def width_of(params: Params, epilogue: str) -> int:
-    if epilogue == LOGITS:
-        return params.config.vocab_size
-    return params.config.n_embd if epilogue == ADD else padded_columns(params.config.inner_size)
+def width_of(weights: Weights, epilogue: str) -> int:
+    """Return the numbers from one row of the target to the next."""
+    is_float32 = epilogue in (ADD, LOGITS)  # the stream and logits are, and not padded
+    return weights.features if is_float32 else padded_columns(weights.features)
 
 
 def show(look, step: Step, count: int, kind: str, layer: int) -> None:
@@ -307,4 +349,6 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    if params.final_norm is None:
+        return x
     return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)

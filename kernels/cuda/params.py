@@ -186,64 +186,82 @@ class Params:
     device: Any
     config: Any
     dtype: str
-    wte: Weights  # one layer of (V, C), without bias
-    wpe: Any  # (n_positions, C) float32
-    linears: dict[str, Weights]  # by the names of LINEARS, and lm_head, which is wte if the head is tied
-    norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
-    final_norm: NormWeights  # ln_f on the host
+    wpe: Any  # (n_positions, C) float32; with ALiBi one 0
+    slopes: Any  # (H,) float32, of ALiBi; else wpe, for no kernel reads it
+    linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if the head is tied
+    norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
+    norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
+    final_norm: NormWeights | None  # ln_f on the host
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
     device = devices.the_device()
     config = checkpoint.config
-    layers = range(checkpoint.config.n_layer)
+    layers = range(config.n_layer)
 
-    def weights(names: list[str], bias: np.ndarray) -> Weights:
-        n, k = checkpoint.tensor(names[0]).shape
-        panels = device.zeros(
-            (len(names), panel_count(n) * OUT_TILE, padded_columns(k)), DTYPES[dtype].array_type
-        )
-        scales = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32)
-        size = panels.size // len(names)
-        for i, name in enumerate(names):  # one matrix at a time is in memory twice
-            check_range(name, checkpoint.tensor(name), dtype, DTYPES[dtype].numbers.largest)
-            packed, scales[i] = pack(checkpoint.tensor(name), dtype)
+    def weights(name: str, count: int, n: int, k: int) -> Weights:
+        names = [f"{name}.weight"]
+        bias = np.zeros((1, n), np.float32)
+        if name in LINEARS:
+            names = [f"h.{i}.{LINEARS[name]}.weight" for i in layers]
+            bias = stacked(checkpoint, [f"h.{i}.{LINEARS[name]}.bias" for i in layers])
+        rows = panel_count(n) * OUT_TILE
+        panels = device.zeros((count, rows, padded_columns(k)), DTYPES[dtype].array_type)
+        scales = np.empty((count, rows), np.float32)
+        size = panels.size // count
+        for i, each in enumerate(names):  # one matrix at a time is in memory twice
+            weight = checkpoint.tensor(each)
+            check_range(each, weight, dtype, DTYPES[dtype].numbers.largest)
+            packed, scales[i] = pack(weight, dtype)
             device.write(panels, packed, i * size)
-            checkpoint.release(name)
+            checkpoint.release(each)
         return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
 
-    no_bias = np.zeros(1, np.float32)
-    wte = weights(["wte.weight"], no_bias)
-    final_norm = NormWeights(*(np.array(checkpoint.tensor(f"ln_f.{kind}")) for kind in KINDS))
-    norms = {"ln_f": NormWeights(*map(device.array, final_norm))}
-    for norm in NORMS:
-        kinds = [stacked(checkpoint, [f"h.{i}.{norm}.{kind}" for i in layers]) for kind in KINDS]
-        norms[norm] = NormWeights(*map(device.array, kinds))
-    linears = {"lm_head": wte if checkpoint.tied else weights(["lm_head.weight"], no_bias)}
-    for ours, name in LINEARS.items():
-        bias = stacked(checkpoint, [f"h.{i}.{name}.bias" for i in layers])
-        linears[ours] = weights([f"h.{i}.{name}.weight" for i in layers], bias)
+    def norm(names: list[str]) -> NormWeights:
+        return NormWeights(*(stacked(checkpoint, [f"{name}.{kind}" for name in names]) for kind in KINDS))
+
+    def on_device(norms: dict[str, NormWeights]) -> dict[str, NormWeights]:
+        return {name: NormWeights(*map(device.array, kinds)) for name, kinds in norms.items()}
+
+    of_layers = {name: norm([f"h.{i}.{name}" for i in layers]) for name in NORMS}
+    final = {"ln_f": norm(["ln_f"])} if config.final_norm else {}
+    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm else {}
+    is_pre = config.norm_placement == "pre"
+    linears = {name: weights(name, *sizes) for name, sizes in linear_layers(config, checkpoint.tied).items()}
+    wpe = device.array(np.zeros(1, np.float32) if config.has_alibi else checkpoint.tensor("wpe.weight"))
     return Params(
         device=device,
         config=config,
         dtype=dtype,
-        wte=wte,
-        wpe=device.array(checkpoint.tensor("wpe.weight")),
-        linears=linears,
-        norms=norms,
-        final_norm=final_norm,
+        wpe=wpe,
+        slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
+        linears={"lm_head": linears["wte"], **linears},
+        norms=on_device(of_layers | final if is_pre else final),
+        norms_after=on_device(embed if is_pre else of_layers | embed),
+        final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
     )
+
+
+def linear_layers(config: Any, tied: bool) -> dict[str, tuple[int, int, int]]:
+    """Return the number of layers, of features and K of each linear layer, and of wte and lm_head."""
+    C = config.n_embd
+    E = config.embedding_size
+    F = config.inner_size
+    shapes = {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}
+    found = {name: (config.n_layer, *shape) for name, shape in shapes.items()}
+    tables = ["wte"] if tied else ["wte", "lm_head"]
+    found |= dict.fromkeys(tables, (1, config.vocab_size, E))
+    return found | ({"project_in": (1, C, E), "project_out": (1, E, C)} if config.embed_dim else {})
 
 
 def params_bytes(config: Any, dtype: str, tied: bool) -> int:
     C = config.n_embd
-    F = config.inner_size
-    V = config.vocab_size
-    L = config.n_layer
-    shapes = [(3 * C, C), (C, C), (F, C), (C, F)]
-    per_layer = sum(_linear_bytes(n, k, dtype) + 4 * n for n, k in shapes) + 4 * 4 * C
-    tables = (1 if tied else 2) * (_linear_bytes(V, C, dtype) + 4)  # a missing bias is an array of one number
-    return L * per_layer + tables + 4 * C * (config.n_positions + 2)
+    linears = sum(
+        count * (_linear_bytes(n, k, dtype) + 4 * n) for count, n, k in linear_layers(config, tied).values()
+    )
+    num_norms = 2 * config.n_layer + config.final_norm + config.embed_norm
+    positions = config.n_head + 1 if config.has_alibi else C * config.n_positions
+    return linears + 4 * (2 * C * num_norms + positions)
 
 
 def _linear_bytes(n: int, k: int, dtype: str) -> int:

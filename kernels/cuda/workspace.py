@@ -136,7 +136,8 @@ class Workspace:
 
     device: Any
     inputs: Inputs
-    embeds: Any  # (N, C) float32, embeddings of tokens with a negative id
+    embeds: Any  # (N, E) float32, embeddings of tokens with a negative id
+    narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp)
     q: Any  # (N, H, Dp)
@@ -157,13 +158,14 @@ def new_workspace(
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = Mirror(device, _input_shapes(max_shape))
+    arrays = _zeros(device, _shapes(config, max_shape, dtype))
     workspace = Workspace(
         device=device,
         inputs=Inputs(inputs, **inputs.arrays),
         sampling=new_sampling_buffers(device, config, max_shape),
         max_shape=max_shape,
         graphs=Graphs(device),
-        **_zeros(device, _shapes(config, max_shape, dtype)),
+        **{"narrow": arrays["normed"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
     return workspace
@@ -191,7 +193,7 @@ def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
 
 
 def check_model(config: Any) -> None:
-    unsupported = list(config.differences)
+    unsupported = ["experts"] if config.expert_layers else []
     if config.activation not in ACTIVATIONS:
         unsupported.append(f"the activation {config.activation}")
     if unsupported:
@@ -257,8 +259,9 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     kind = DTYPES[dtype].numbers.array_type
-    return {
-        "embeds": ((n, config.n_embd), np.float32),
+    narrow = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
+    return narrow | {
+        "embeds": ((n, config.embedding_size), np.float32),
         "x": ((n, config.n_embd), np.float32),
         "normed": ((max(n, r), columns), kind),
         "q": ((n, heads, padded), kind),

@@ -11,6 +11,7 @@ dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up 
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
     partials     (N, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
     merges       (N, H) int32, 0 between steps: blocks that are done
+    slopes       (H,) float32, of ALiBi, if has_slopes
 """
 
 import functools
@@ -50,7 +51,7 @@ def tile_blocks(numbers: Numbers) -> int:
 
 
 @functools.cache
-def attend_decode_kernel(size: int, dtype: str):
+def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
     """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
     numbers = NUMBERS[dtype]
     products = attention_products(size, numbers, rows=1)
@@ -59,7 +60,7 @@ def attend_decode_kernel(size: int, dtype: str):
     load_queries = products.load_queries
     load_values = products.load_values
     weigh_values = products.weigh_values
-    weigh_keys = weigh_keys_function(products)
+    weigh_keys = weigh_keys_function(products, has_slopes)
     QUERY_WORDS = products.query_words
     PACKED_WORDS = products.packed_words
     VALUE_WORDS = products.value_words
@@ -71,7 +72,7 @@ def attend_decode_kernel(size: int, dtype: str):
 
     def attend_decode(
         attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, sizes, num_heads, head_size, width, scale, max_blocks,
+        positions, token_slots, sizes, num_heads, head_size, width, scale, slopes, max_blocks,
     ):  # fmt: skip
         let_next_kernel_begin()
         n = int32(cuda.blockIdx.z)
@@ -101,7 +102,8 @@ def attend_decode_kernel(size: int, dtype: str):
         sums = cuda.local.array(HELD, float32)
         values = cuda.local.array(VALUE_WORDS, uint32)
         load_values(values, v_cache, start, last, lane)
-        weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane)
+        slope = slopes[head] if has_slopes else float32(0)
+        weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, slope, lane)
 
         out = uint64(int32(int32(n * num_heads + head) * max_blocks + key_block) * int32(2 + size))
         if lane == 0:
@@ -161,11 +163,11 @@ def _combine_function(products: Products, size: int):
 
 
 @functools.cache
-def attend_prefill_kernel(size: int, dtype: str):
+def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
     """Prefill and mixed steps: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
     products = attention_products(size, NUMBERS[dtype])
     load_queries = products.load_queries
-    weigh_keys = weigh_keys_function(products)
+    weigh_keys = weigh_keys_function(products, has_slopes)
     weigh_values = products.weigh_values
     store = products.store
     QUERIES = products.queries
@@ -181,7 +183,7 @@ def attend_prefill_kernel(size: int, dtype: str):
 
     def attend_prefill(
         attended, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, tiles, num_heads, head_size, width, scale,
+        positions, token_slots, tiles, num_heads, head_size, width, scale, slopes,
     ):  # fmt: skip
         let_next_kernel_begin()
         wait_for_kernel_before()
@@ -216,8 +218,9 @@ def attend_prefill_kernel(size: int, dtype: str):
 
         start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
         last = positions[first + count - 1]
+        slope = slopes[head] if has_slopes else float32(0)
         while last >= 0:
-            weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, lane)
+            weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, slope, lane)
             for r in range(ROWS):
                 new = merge(highest[r], total[r], block_highest[r], block_total[r])
                 highest[r], total[r], kept[r], added[r] = new

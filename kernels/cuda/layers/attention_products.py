@@ -233,9 +233,10 @@ def _fma_products(size: int, rows: int, numbers: Numbers) -> Products:
     return Products(rows, 32, rows * BLOCKS, 2 * rows, 1, *functions)
 
 
-def weigh_keys_function(products: Products):
+def weigh_keys_function(products: Products, has_slopes: bool):
     """Return the function that packs weights exp(score - highest) of a block's keys up to `newest`, 0 of later keys.
 
+    A score is scale q·k - slope * distance, the latter if has_slopes.
     highest and total (rows,): -inf and 0 if newest is negative.
     """
     multiply_keys = products.multiply_keys
@@ -247,15 +248,18 @@ def weigh_keys_function(products: Products):
     SCORES = ROWS * KEYS
 
     @device_function
-    def weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane):
+    def weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, slope, lane):
         scores = cuda.local.array(SCORES, float32)
         multiply_keys(scores, words, k_cache, start, lane)
         for r in range(ROWS):
             last = int32(newest[r] - 2 * (lane & ROW_LANES - 1))
             top = float32(-math.inf)
             for i in range(KEYS):
+                key = 2 * ROW_LANES * (i // 2) + i % 2
                 score = cuda.fma(scores[r * KEYS + i], scale, float32(0))
-                if 2 * ROW_LANES * (i // 2) + i % 2 > last:
+                if has_slopes:
+                    score = cuda.fma(-slope, float32(int32(last - key)), score)
+                if key > last:
                     score = float32(-math.inf)
                 scores[r * KEYS + i] = score
                 top = max(top, score)

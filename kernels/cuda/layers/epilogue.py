@@ -13,6 +13,7 @@ from ..params import DTYPES, FLOAT32, OUT_TILE, Numbers
 ADD = "add"
 LOGITS = "logits"
 QKV = "qkv"
+PLAIN = "plain"
 
 
 class Heads(NamedTuple):
@@ -51,6 +52,8 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
         return Epilogue(_locate_logit, _find, _biased, _nothing, _put_function(FLOAT32))
     if epilogue == ADD:
         return Epilogue(_locate, _find, _biased, _read, _put_function(FLOAT32))
+    if epilogue == PLAIN:
+        return Epilogue(_locate, _find, _biased, _nothing, _put_function(numbers))
     activation = ACTIVATIONS[epilogue]
 
     @device_function

@@ -115,8 +115,11 @@ def shared_norm_functions(numbers: Numbers, columns: int, threads: int):
 
 
 @functools.cache
-def layer_norm_kernel(dtype: str, columns: int):
-    """normed (n, padded columns) = layer norm of x[rows[i]]; n: sizes[row_kind]. Grid: n / NORM_WARPS."""
+def layer_norm_kernel(dtype: str, columns: int, is_norm: bool = True):
+    """normed (n, padded columns) = layer norm of x[rows[i]], or these rows; n: sizes[row_kind]. Grid: n / NORM_WARPS.
+
+    A row may be written in its own place.
+    """
     held = held_numbers(columns)
     store_row = _store_row_function(DTYPES[dtype].numbers, columns)
     load_row, normalize_row = row_functions(columns)
@@ -130,13 +133,15 @@ def layer_norm_kernel(dtype: str, columns: int):
         values = cuda.local.array(held, float32)
         weights = cuda.local.array(held, float32)
         biases = cuda.local.array(held, float32)
-        load_row(weights, weight, layer * columns, lane)
-        load_row(biases, bias, layer * columns, lane)
+        if is_norm:
+            load_row(weights, weight, layer * columns, lane)
+            load_row(biases, bias, layer * columns, lane)
         wait_for_kernel_before()
         load_row(values, x, rows[row] * columns, lane)
-        normalize_row(values, epsilon, lane)
-        for i in range(held):
-            values[i] = cuda.fma(values[i], weights[i], biases[i])
+        if is_norm:
+            normalize_row(values, epsilon, lane)
+            for i in range(held):
+                values[i] = cuda.fma(values[i], weights[i], biases[i])
         store_row(normed, row * padded_columns, values, lane)
 
     return kernel(layer_norm)
@@ -165,14 +170,18 @@ def _store_row_function(numbers: Numbers, columns: int):
 
 
 @functools.cache
-def embed_kernel(dtype: str):
-    """x (N, C) = wte[token] + wpe[position]; token -1 - j stands for row j of embeds (E, C). Grid: N."""
+def embed_kernel(dtype: str, of_out: str, has_tokens: bool, has_positions: bool):
+    """out (N, width) = scale * wte[token] + wpe[position], or one of them. Grid: N.
+
+    Token -1 - j stands for row j of embeds (E, columns). of_out: the dtype of weights that `out` is multiplied by.
+    """
     load = DTYPES[dtype].load
+    store = DTYPES[of_out].numbers.store
     HAS_SCALES = DTYPES[dtype].has_scales
     RUN = 4 * DTYPES[dtype].lane_size
     PANEL_RUN = OUT_TILE * RUN
 
-    def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
+    def embed(out, width, token_ids, positions, embeds, wte, scales, scale, wpe, columns, num_steps, sizes):
         let_next_kernel_begin()
         n = int32(cuda.blockIdx.x)
         if n >= sizes[0]:
@@ -182,7 +191,10 @@ def embed_kernel(dtype: str):
         g = token % int32(OUT_TILE)
         base = int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
         for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
-            if token < 0:
+            value = float32(0)
+            if not has_tokens:
+                pass
+            elif token < 0:
                 value = embeds[(-1 - token) * columns + c]
             else:
                 start = base + (c // int32(STEP)) * int32(STEP_SIZE)
@@ -192,6 +204,9 @@ def embed_kernel(dtype: str):
                     value = rounded_product(weight, scales[token])  # not fused with the sum
                 else:
                     value = load(wte, start + k // RUN * PANEL_RUN + g * RUN + k % RUN)
-            x[n * columns + c] = value + wpe[at + c]
+                value = rounded_product(value, scale)
+            if has_positions:
+                value += wpe[at + c]
+            store(out, int64(n) * width + c, value)
 
     return kernel(embed)

@@ -30,6 +30,7 @@ LAYERS = 2
 LAYER = 1
 ROWS = 7
 LENGTHS = (1, 63, 64, 65, 130)
+NO_SLOPES = np.zeros(1, np.float32)
 # Against the largest value. bfloat16: weights and the result are each rounded to 8 bits, half a unit being 2**-9.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
@@ -129,7 +130,7 @@ class Attention:
         merges = np.zeros(count * self.heads, np.int32)
         grid = (-(-max_blocks // warps), self.heads, count)
         given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
-        given = (*given, self.heads, self.size, self.width, self.scale, max_blocks)
+        given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES, max_blocks)
         simulate(attend_decode_kernel(self.padded_size, self.dtype), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
@@ -142,7 +143,7 @@ class Attention:
         attended = self.unwritten_result(len(positions))
         grid = (len(tiles) - 1, self.heads, tile_blocks(NUMBERS[self.dtype]))
         given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
-        given = (*given, self.heads, self.size, self.width, self.scale)
+        given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES)
         simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
 

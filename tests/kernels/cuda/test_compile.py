@@ -1,5 +1,6 @@
 """CUDA kernels compiled without a GPU: registers, no spills, and what their PTX has in which order."""
 
+import itertools
 import re
 
 import numpy as np
@@ -58,7 +59,7 @@ def norm_arguments(dtype: str) -> tuple:
 
 def embed_arguments(dtype: str) -> tuple:
     panels = sample_arguments(dtype, ADD)[2].panels
-    return FLOATS, INTS, INTS, FLOATS, panels, FLOATS, FLOATS, 1, 1, INTS
+    return FLOATS, 1, INTS, INTS, FLOATS, panels, FLOATS, np.float32(1), FLOATS, 1, 1, INTS
 
 
 def attention_arguments(kernel: str, dtype: str) -> tuple:
@@ -75,9 +76,10 @@ def attention_arguments(kernel: str, dtype: str) -> tuple:
             INTS,
             *NUMBERS,
             np.float32(1),
+            FLOATS,
             1,
         ),
-        "prefill": (*[values] * 4, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1)),
+        "prefill": (*[values] * 4, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), FLOATS),
     }[kernel]
 
 
@@ -88,7 +90,7 @@ def kernels() -> dict[str, tuple]:
         "draw_tokens": (draw_tokens, DRAW_THREADS, *DRAW),
         "process_rows": (process_rows, CHOOSE_THREADS, *PROCESS),
         "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
-        "embed": (embed_kernel("int8"), EMBED_THREADS, *embed_arguments("int8")),
+        "embed": (embed_kernel("int8", "float32", True, True), EMBED_THREADS, *embed_arguments("int8")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
         "linear float32": (
             linear_kernel("float32", 1, QKV, 1),
@@ -204,7 +206,7 @@ def test_linear_layers_stay_in_registers(dtype, epilogue):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_and_embedding_compile(dtype):
-    fitting(40, embed_kernel(dtype), *embed_arguments(dtype))
+    fitting(40, embed_kernel(dtype, "float32", True, True), *embed_arguments(dtype))
     for columns, registers in ((768, 128), (1600, 255)):
         compiled = fitting(registers, layer_norm_kernel(dtype, columns), *norm_arguments(dtype))
         # Of the weight and the bias, which need not wait for the kernel before; then of the row.
@@ -246,9 +248,10 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 @pytest.mark.parametrize("size", [64, 128])
 def test_attention_stays_in_registers(size, dtype):
     kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
-    for name, kernel_of in kernels.items():
-        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 112
-        compiled = fitting(limit, kernel_of(size, dtype), *attention_arguments(name, dtype))
+    for name, has_slopes in itertools.product(kernels, (False, True)):
+        limit = TILE_REGISTERS[dtype, size] + 8 * has_slopes if name == "prefill" else 112
+        kernel = kernels[name](size, dtype, has_slopes)
+        compiled = fitting(limit, kernel, *attention_arguments(name, dtype))
         assert "ld.global.v4" in compiled.ptx
         assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
         # 16 a block of dims for keys and 16 for values; decode loops over more than two of the latter.

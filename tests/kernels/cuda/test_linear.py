@@ -101,8 +101,10 @@ def test_a_weight_of_nan_spoils_its_feature_and_its_token_alone(dtype, bits):
     assert np.isnan(logits).tolist() == [False, True, False]
     embedded = np.zeros((3, 40), np.float32)
     tokens = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.zeros(40, np.float32)
-    tables = weights.panels, weights.scales, np.zeros(40, np.float32), 40, 1, np.array([3], np.int32)
-    simulate(embed_kernel(dtype), 3, EMBED_THREADS, embedded.ravel(), *tokens, *tables)
+    positions = np.zeros(40, np.float32), 40, 1, np.array([3], np.int32)
+    tables = weights.panels, weights.scales, np.float32(1), *positions
+    kernel = embed_kernel(dtype, "float32", True, True)
+    simulate(kernel, 3, EMBED_THREADS, embedded.ravel(), 40, *tokens, *tables)
     assert np.isnan(embedded).any(1).tolist() == [False, True, False]
 
 
@@ -169,8 +171,9 @@ def test_embedding(dtype):
     positions = np.array([4, 0, 1, 2], np.int32)
     x = np.full(4 * 70, np.nan, np.float32)
     sizes = np.array([3], np.int32)
-    tables = panels, scales, wpe.ravel(), 70, step_count(70), sizes
-    simulate(embed_kernel(dtype), 4, EMBED_THREADS, x, token_ids, positions, embeds.ravel(), *tables)
+    tables = panels, scales, np.float32(1), wpe.ravel(), 70, step_count(70), sizes
+    kernel = embed_kernel(dtype, "float32", True, True)
+    simulate(kernel, 4, EMBED_THREADS, x, 70, token_ids, positions, embeds.ravel(), *tables)
     expected = (
         np.stack([seen_weights(wte, dtype)[20], seen_weights(wte, dtype)[3], embeds[1]]) + wpe[[4, 0, 1]]
     )

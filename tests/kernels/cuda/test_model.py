@@ -1,7 +1,8 @@
 """GPT-2 by the CUDA backend next to the reference: steps of every kind, and the cache between them."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
+from support.tables import fields
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.params import NUMBERS
@@ -82,6 +84,30 @@ def test_steps_of_every_kind(dtype):
         )
 
 
+FAMILIES = fields(
+    """
+BLOOM: positions="alibi", embed_norm=True
+GPT-1: norm_placement="post", final_norm=False
+XGLM: embed_scale=4.0
+OPT-350M: norm_placement="post", final_norm=False, embed_dim=9
+"""
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_families(family, dtype):
+    checkpoint, n = checkpoint_of(**family), LENGTHS[dtype]
+    models = [cuda_model(checkpoint, dtype), Model(reference, checkpoint)]
+    embeds = np.ones((1, checkpoint.config.embedding_size), np.float32)
+    for step in (
+        ([token_ids(n), [3, -1, 4]], [0, 0], [2, 0], [3, 3], embeds),
+        ([token_ids(1, 4), token_ids(1, 5)], [3, n], [0, 2]),
+    ):
+        ours, expected = (model.forward(*step) for model in models)
+        np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
     checkpoint, n = checkpoint_of(n_layer=1), LENGTHS[dtype]
@@ -125,7 +151,7 @@ class Recorder:
     change: Callable[[str, np.ndarray], None] = lambda kind, array: None
     first: int = 0
     changes: bool = True
-    found: list[np.ndarray] = field(default_factory=list)
+    found: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
         if (kind, layer) in self.points:
@@ -204,8 +230,11 @@ def test_embeddings_in_place_of_tokens():
     np.testing.assert_allclose(*steps, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_memory_is_what_was_counted(dtype, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [*((dtype, {}) for dtype in TOLERANCE), *(("float32", family) for family in FAMILIES.values())],
+)
+def test_memory_is_what_was_counted(dtype, family, device, monkeypatch):
     sizes = []
 
     def noted(array: np.ndarray) -> np.ndarray:
@@ -214,7 +243,7 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
 
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
-    checkpoint = checkpoint_of()
+    checkpoint = checkpoint_of(**family)
     (kv_cache_dtype,) = cuda.kv_cache_dtypes(dtype)
     model = Model(cuda, checkpoint, dtype)
     needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
