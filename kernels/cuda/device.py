@@ -1,7 +1,6 @@
 """One NVIDIA GPU, its memory and a stream of work that runs in order; and what kernels require of a machine.
 
-Arrays on the device are flat. `read` waits for queued work. Copies go past numba's arrays, each of which takes longer
-than a launch: a thread's context is current before its first copy.
+Arrays on the device are flat. `read` waits for queued work.
 """
 
 import functools
@@ -92,7 +91,6 @@ class Device:
                 _checked(self._driver.cuMemcpyHtoDAsync(*places, values.nbytes, self._stream_handle))
 
     def read(self, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
-        """Return a copy of source[at : at + count]."""
         with self._lock:
             return self._read(self._stream_handle, source, count, at)
 

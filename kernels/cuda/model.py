@@ -75,7 +75,6 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
 
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
-    """Queue a step, and the choice of the greatest logits, or of drawn ones."""
     x = step.workspace.x
     embed(params, x, step)
     if first:
@@ -93,10 +92,7 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: b
 
 
 def embed(params: Params, x, step: Step) -> None:
-    """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id.
-
-    Other models than GPT-2 scale wte, project it, lack wpe, or have a layer norm here.
-    """
+    """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id."""
     narrow = step.workspace.narrow
     config = params.config
     has_positions = not config.has_alibi
@@ -112,7 +108,6 @@ def embed(params: Params, x, step: Step) -> None:
 
 
 def look_up(params: Params, out, width: int, columns: int, dtype: str, step: Step, *parts: bool) -> None:
-    """out (N, width) = wte[token] + wpe[position], or one of them. parts: of embed_kernel."""
     w = step.workspace
     wte = params.linears["wte"]
     places = w.inputs.token_ids, w.inputs.positions, w.embeds
@@ -257,7 +252,6 @@ def rows_of(is_head: bool, shape: StepShape) -> tuple[int, int]:
 
 
 def width_of(weights: Weights, epilogue: str) -> int:
-    """Return the numbers from one row of the target to the next."""
     is_float32 = epilogue in (ADD, LOGITS)  # the stream and logits are, and not padded
     return weights.features if is_float32 else padded_columns(weights.features)
 

@@ -63,7 +63,7 @@ def checked_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is {reprlib.repr(prompt)} and must be a text or a list of token ids.")
     items = list(prompt)
-    if set(map(type, items)) == {int}:  # nearly always, and a fifth of the time
+    if set(map(type, items)) == {int}:  # nearly always
         return items
     for item in items:
         if not _is_index(item):
