@@ -211,6 +211,12 @@ def test_logits_of_experts(per_token, device, tmp_path):
         np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
 
 
+def test_logits_of_fastertransformers_experts(device, tmp_path):
+    ids = golden_ids(moe_models.T, vocab_size=moe_models.V)
+    with LLM(moe_models.ft_moe(tmp_path, moe_arrays(), 2), device=device) as llm:
+        np.testing.assert_allclose(llm.logits(ids), moe_logits_of(1, ids), rtol=0, atol=TOLERANCE)
+
+
 def first_alone(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A model of the first expert alone: its probability is 1."""
     kept = {name: a for name, a in arrays.items() if ".experts." not in name or ".experts.0." in name}

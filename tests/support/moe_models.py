@@ -1,9 +1,10 @@
-"""A small GPT with experts, as DeepSpeed writes it: the parameters, and its files for any number of GPUs."""
+"""A small GPT with experts, as DeepSpeed and FasterTransformer write it: parameters, and files for some GPUs."""
 
 from pathlib import Path
 
 import numpy as np
 
+from support.foreign import fastertransformer
 from support.golden_models import filled, golden_array
 from support.megatron_writer import Form, args, cut, stage_state
 from support.tiny_checkpoint import Arrays, shapes_of
@@ -18,6 +19,7 @@ L = 4
 E = 5
 EXPERT_LAYERS = (1, 3)
 MLP = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
+FT_MLP = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "dense_4h_to_h.weight", "dense_4h_to_h.bias")
 PREFIX = "mlp.deepspeed_moe."
 
 
@@ -63,6 +65,29 @@ def write_moe(
             for e in range(_count(arrays)):
                 data = own_bytes(_expert(arrays, i, e, form, rank))
                 (folder / f"layer_{m}_expert_{e}_mp_rank_{rank:02}_model_states.pt").write_bytes(data)
+    return folder
+
+
+def ft_moe(folder: Path, arrays: Arrays, gpus: int = 1, **settings: object) -> Path:
+    """As megatron_gpt_moe_ckpt_convert.py of FasterTransformer: experts are stacked, before GPUs share them."""
+    layers = _expert_layers(arrays)
+    said = {"head_num": H, "size_per_head": C // H, "num_layer": L, "max_pos_seq_len": T, "vocab_size": V}
+    said |= {"gpt_with_moe": 1, "expert_num": _count(arrays), "moe_layers": layers, "inter_size": F}
+    fastertransformer(
+        folder,
+        {n: a for n, a in arrays.items() if ".mlp.g" not in n and ".experts." not in n},
+        gpus,
+        **said | settings,
+    )
+    for i in layers:
+        stem = f"model.layers.{i}.mlp.moe."
+        arrays[f"h.{i}.mlp.gate.weight"].T.tofile(folder / f"{stem}gate.wg.weight.bin")
+        for name, theirs, axis in zip(MLP, FT_MLP, (2, 1, 1, None), strict=True):
+            stack = np.stack([arrays[f"h.{i}.mlp.experts.{e}.{name}"] for e in range(_count(arrays))])
+            parts = [stack] if axis is None else np.split(stack, gpus, axis)
+            for gpu, part in enumerate(parts):
+                end = "" if axis is None else f".{gpu}"
+                part.tofile(folder / f"{stem}experts.{theirs}{end}.bin")
     return folder
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
 from support.megatron_writer import tar_bytes
+from support.moe_models import EXPERT_LAYERS, E, F, ft_moe, moe_arrays
 from support.tables import rows
 from support.tiny_checkpoint import (
     assert_holds,
@@ -93,7 +94,7 @@ REFUSED = rows(r"""
 {"layernorm_type": "t5_layernorm"} | layernorm_type
 {"has_positional_encoding": "2"} | has_positional_encoding
 {"has_pre_decoder_layernorm": "x"} | has_pre_decoder_layernorm
-{"gpt_with_moe": "1"} | gpt_with_moe
+{"gpt_with_moe": "2"} | gpt_with_moe is '2'
 {"model_variant": "gpt-j"} | model_variant 'gpt-j', which must be one of opt-pre, opt-post, bloom-pre, gpt, bloom
 {"activation_type": "Swiglu"} | activation_function
 {"head_num": "0"} | head_num
@@ -174,6 +175,42 @@ def test_a_model_variant_stands_for_its_settings(variant, settings):
     first, second = (_settings(source(fields)) for fields in ({"model_variant": variant}, settings))
     assert _structure(source({}), first) == _structure(source({}), second)
     assert first.get("activation_type", "gelu").lower() == second.get("activation_type", "gelu").lower()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_experts(tmp_path, gpus):
+    arrays = moe_arrays() | {f"h.1.mlp.experts.{e}.c_proj.bias": np.full(24, e, np.float32) for e in range(E)}
+    checkpoint = open_checkpoint(ft_moe(tmp_path, arrays, gpus))
+    assert_holds(checkpoint, arrays)
+    config = checkpoint.config
+    assert (config.expert_layers, config.num_experts, config.inner_size) == (EXPERT_LAYERS, E, F)
+    assert (config.experts_per_token, config.norm_topk_prob) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"expert_num": 4},
+            r"gates of \[5\.0\] experts, and config\.ini moe_layers '\[1, 3\]' and expert_num '4'",
+        ),
+        ({"expert_num": "5.0"}, "expert_num '5.0'"),
+        ({"moe_layers": "[]"}, r"gates of \[\] experts"),
+        ({"moe_layers": "[1, 2]"}, r"holds no tensor model\.layers\.2\.mlp\.moe\.gate\.wg\.weight"),
+        ({"moe_layers": "[1]"}, r"missing: model\.layers\.3\.mlp\.dense_h_to_4h"),
+        ({"num_layer": 3}, "unexpected: .*layers.3"),
+    ],
+)
+def test_experts_that_settings_deny(tmp_path, settings, said):
+    assert_refused(ft_moe(tmp_path, moe_arrays(), **settings), said)
+
+
+def test_experts_in_a_file_that_is_cut(tmp_path):
+    path = ft_moe(tmp_path, moe_arrays()) / "model.layers.1.mlp.moe.experts.dense_4h_to_h.bias.bin"
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[:-4])
+    assert_refused(tmp_path, r"experts\.0\.dense_4h_to_h\.bias is \(119,\) and config\.ini asks for \(24,\)")
 
 
 def test_files_that_are_cut_lost_or_too_many(tmp_path):

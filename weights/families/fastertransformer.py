@@ -10,6 +10,7 @@ import numpy as np
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
 from ..errors import shown
+from ..tensor import StoredTensor
 from .family import (
     Family,
     NamedTensor,
@@ -30,6 +31,10 @@ _NAMES = Names("model.layers", {**_NORMS, "lm_head": "model.lm_head"}, ATTENTION
 # The axis in files along which GPUs share a tensor; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
+# A file has all experts of a layer, one after another.
+_EXPERTS = ".mlp.moe.experts."
+_GATE = "model.layers.{}.mlp.moe.gate.wg.weight"
+_EXPERT = re.compile(r"experts\.\d+\.")
 _SIZES = {
     "decoder_layers": "n_layer",
     "num_layer": "n_layer",
@@ -46,7 +51,7 @@ _ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "has_pre_decoder_layernorm": ("false", "true", {"embed_norm": True}),
     "has_post_decoder_layernorm": ("true", "false", {"final_norm": False}),
     "has_adapters": ("false", None, {}),
-    "gpt_with_moe": ("false", None, {}),
+    "gpt_with_moe": ("false", "true", {"experts_per_token": 1}),  # moe_k of its examples
 }
 # gpt_config.ini describes several models, one of which runs, and names the kind of a model for its settings.
 _INSTANCE = "ft_instance_hyperparameter"
@@ -87,7 +92,21 @@ def _settings(source: Source) -> dict[str, str]:
 def _named(source: Source) -> Iterable[NamedTensor]:
     for name, tensor in source.container.tensors.items():
         found = _GPU.fullmatch(name)
-        yield NamedTensor(found[1] if found else name, name, tensor, int(found[2]) if found else 0)
+        own, part = (found[1], int(found[2])) if found else (name, 0)
+        if _EXPERTS not in own:
+            yield NamedTensor(own, name, tensor, part)
+            continue
+        for expert, of_expert in enumerate(_split(tensor, _number(_settings(source).get("expert_num")))):
+            yield NamedTensor(own.replace(_EXPERTS, f".mlp.experts.{expert}."), name, of_expert, part)
+
+
+def _split(tensor: StoredTensor, n: Any) -> list[StoredTensor]:
+    """Return a tensor's n equal parts, or the tensor."""
+    if type(n) is not int or n < 1 or tensor.shape[0] % n:
+        return [tensor]
+    size = tensor.nbytes // n
+    shape = (tensor.shape[0] // n,)
+    return [replace(tensor, shape=shape, offset=tensor.offset + size * i) for i in range(n)]
 
 
 def _parts(source: Source) -> int:
@@ -106,6 +125,9 @@ def _config(source: Source) -> ModelConfig:
         )
     C = heads * head_size
     shapes = Shapes(source, _named(source))
+    if "experts_per_token" in structure:
+        structure |= _experts(source, settings, shapes, C)
+    experts = "experts.0." if 0 in structure.get("expert_layers", ()) else ""
     has_table = structure.get("positions") != "alibi"
     length = settings.get("max_pos_seq_len", _BLOOMS_LENGTH)
     seen = {
@@ -113,7 +135,7 @@ def _config(source: Source) -> ModelConfig:
         "n_positions": shapes.size(_name(POSITIONS), 0) // C if has_table else _number(length),
         "n_embd": C,
         "n_head": heads,
-        "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * n,
+        "n_inner": shapes.size(f"model.layers.0.mlp.{experts}dense_h_to_4h.bias", 0) * n,
     }
     said = {ours: _number(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings}
     if (activation := settings.get("activation_type")) is not None:
@@ -144,6 +166,20 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     return structure
 
 
+def _experts(source: Source, settings: Mapping[str, str], shapes: Shapes, C: int) -> dict[str, Any]:
+    """Raise CheckpointError if gates, in proportion to which are the names, are not those of the settings."""
+    said, number = settings.get("moe_layers", ""), settings.get("expert_num")
+    layers = tuple(sorted({int(layer) for layer in re.findall(r"\d{1,6}", said)}))
+    experts = {shapes.size(_GATE.format(layer), 0) / C for layer in layers}
+    num_experts = _number(number)
+    if type(num_experts) is not int or experts != {num_experts}:
+        raise source.error(
+            f"has gates of {sorted(experts)} experts, and config.ini moe_layers {shown(said)} and expert_num "
+            f"{shown(number)}: correct these."
+        )
+    return {"expert_layers": layers, "num_experts": num_experts}
+
+
 def _number(text: Any) -> Any:
     for kind in (int, float):
         try:
@@ -161,13 +197,23 @@ def _name(parameter: str) -> str:
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     shapes = parameter_shapes(config)
     n = _parts(source)
-    return {name: TensorRule((_name(name),), _flat(name, shape, n)) for name, shape in shapes.items()}
+    return {name: _rule(name, shape, n) for name, shape in shapes.items()}
+
+
+def _rule(parameter: str, shape: tuple[int, ...], n: int) -> TensorRule:
+    layer, module, _ = split_name(parameter)
+    if module == "mlp.gate":
+        return TensorRule((_GATE.format(layer),), _flat(parameter, shape, 1))
+    found = _EXPERT.search(module)
+    expert = found[0] if found else ""
+    plain = parameter.replace(expert, "")
+    return TensorRule((_name(plain).replace(".mlp.", f".mlp.{expert}"),), _flat(plain, shape, n))
 
 
 def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
     """Join n parts without shapes: matrices (in, out); queries, keys and values (..., 3, C of the part)."""
     _, module, kind = split_name(parameter)
-    is_in_out = is_transposed(parameter)
+    is_in_out = is_transposed(parameter) or module == "mlp.gate"
     there = shape[::-1] if is_in_out else shape
     whole = there
     axis = _AXES.get(f"{module}.{kind}")
@@ -187,6 +233,8 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
     given = _number(_settings(source).get("inter_size"))
     quirks = [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
     quirks = [] if given == config.n_inner else quirks
+    if config.expert_layers:
+        quirks.append(f"each token has 1 of {config.num_experts} experts; biases of their outputs are added")
     modes = {section.get("int8_mode", "0") for section in settings.values()} - {"0"}
     told = "the float weights are read, and --dtype int8 makes int8 of them"
     return quirks + [f"int8_mode is {mode}: {told}" for mode in sorted(modes)]
