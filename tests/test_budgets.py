@@ -12,11 +12,11 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 310_000,
+    "tokens": 310_400,
     "tokens for 100 lines": 962,
     "modules": 198,
     "modules under 60 lines": 1,
-    "tokens of tests": 323_300,
+    "tokens of tests": 323_900,
     "tokens for 100 lines of tests": 1_081,
     "lines of READMEs": 1_287,
     "words of prose for 100 lines of code": 138,

@@ -79,8 +79,8 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "answer"),
     [
-        ((7, 5), "in float32; a later GPU is needed for bfloat16, int8"),
-        ((8, 6), "in float32, bfloat16, int8"),
+        ((7, 5), "in float32; a later GPU is needed for float16, bfloat16, int8"),
+        ((8, 6), "in float32, float16, bfloat16, int8"),
     ],
 )
 def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
