@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 310_400,
+    "tokens": 310_500,
     "tokens for 100 lines": 962,
     "modules": 198,
     "modules under 60 lines": 1,

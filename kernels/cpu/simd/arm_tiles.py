@@ -39,6 +39,7 @@ from .vector_ir import (
     broadcast,
     declare,
     load,
+    part_rows,
     repeat,
     rows_at,
     shuffle,
@@ -268,7 +269,7 @@ def make_lane_grouped_code(kind: Grouped):
         strip = strip_of_lanes(rows + rows % 2 if by_twos else rows)
         lone_int4 = kind is INT4 and rows == 1
         strips = PANEL_VECTORS // strip
-        part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
+        panel_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
         lines = PANEL_VECTORS // (2 if kind is INT4 and rows > 1 else 1)  # that a row asks for
 
         a_starts = rows_at(builder, a, lda, rows)
@@ -277,7 +278,7 @@ def make_lane_grouped_code(kind: Grouped):
 
         def take_part(number, _):
             a_rows, s_rows = part_rows(builder, number, part_k, parts, a_starts, s_starts)
-            first_row = times(builder, number, part_rows)
+            first_row = times(builder, number, panel_rows)
             b_part = at(builder, b, first_row, ROW_BYTES)
 
             def take_strip(strip_number, _):
