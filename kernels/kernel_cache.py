@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,12 @@ def open_cache(name: str) -> KernelCache:
     return KernelCache(spare if is_usable else None, note)
 
 
-def fingerprint(sources: Path, build: Any) -> str:
-    """Return 16 hex digits of a folder's Python files and of `build`."""
+def fingerprint(sources: Path, build: Any, others: Iterable[Path] = ()) -> str:
+    """Return 16 hex digits of a folder's Python files, of `others` and of `build`."""
     digest = hashlib.sha256(MAGIC)
-    for file in sorted(sources.rglob("*.py")):
-        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    for file in sorted([*sources.rglob("*.py"), *others]):
+        name = file.relative_to(sources.parent).as_posix().removeprefix(f"{sources.name}/")
+        digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
     digest.update(repr(build).encode())
     return digest.hexdigest()[:16]
 

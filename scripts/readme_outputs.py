@@ -34,6 +34,8 @@ MORE = "[...]"
 ADDRESS = "http://127.0.0.1:8000"
 SERVE = ("tinygpt", "serve", "--served-model-name", "demo")
 REPLY_TEXT = re.compile(r'"text":"(?:[^"\\]|\\.)*"')  # compared, of a server's reply
+# Said if the package has no object code for this CPU.
+COMPILING = re.compile(r"tinygpt: compiling kernels [^)]*\)\s+|; compiling \d+ kernels? [\d.]+ s")
 MEASURED = re.compile(r"\d[\d,.]*(?= (tokens/s|ms|s|kernels compiled)\b)")
 
 
@@ -126,7 +128,7 @@ def wrapped(line: str) -> list[str]:
 
 
 def without_measured(text: str) -> str:
-    return MEASURED.sub("#", " ".join(text.split()))
+    return MEASURED.sub("#", " ".join(COMPILING.sub("", text).split()))
 
 
 def main() -> int:

@@ -1,14 +1,10 @@
 """LLM: from prompts to text."""
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from .engine.engine import Engine, RequestFuture
 from .engine.input_processor import InputProcessor
@@ -27,7 +23,6 @@ from .engine.spec_decode import DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError
 from .front import Front
 from .hardware import thread_count
-from .kernels.numbers import Warpers
 from .llm_args import LLMArgs, takes_fields_of
 from .look.methods import LookMethods, Probe, points_of
 from .outputs import (
@@ -336,33 +331,20 @@ def warmup(
     Later processes find them on the disk. The arguments are LLM's.
     Raise TinyGPTError if the kernels cannot be kept, and the errors of LLM.
     """
-    from .kernels.cpu.jit import kernel_cache
+    from .kernels.cpu.jit import compile_times
 
     dtype = dtype_name(dtype)
     load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
-    before = kernel_cache().num_compiled
+    before, _ = compile_times()
     with LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm:
         for fields in WARMUP_REQUESTS:
             llm.generate([[0, 0]], max_tokens=2, ignore_eos=True, seed=0, **fields)
-    if not kernel_cache().is_keeping:
-        raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
-    return kernel_cache().num_compiled - before
+    count = compile_times()[0] - before
+    if count:
+        from .kernels.cpu.compiler import kernel_cache
 
-
-def start_compiling_draw() -> None:
-    """Compile the draw of tokens, a quarter of a first run's work, in a second process.
-
-    Numba compiles one kernel at a time in a process; if the second is late, this one compiles the draw, too.
-    """
-    from .kernels.cpu.jit import kernel_cache
-
-    if kernel_cache().folder is None or kernel_cache().names():
-        return
-    code = f"import sys; sys.path[:] = {sys.path!r}; from tinygpt.llm import compile_draw; compile_draw()"
-    nowhere = subprocess.DEVNULL
-    subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
-
-
-def compile_draw() -> None:
-    warpers = Warpers(*np.array([*Warpers._field_defaults.values()], np.float64)[:, None])
-    load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))
+        if not kernel_cache().is_keeping:
+            raise TinyGPTError(
+                "the compiled kernels could not be kept, so other processes compile them again."
+            )
+    return count

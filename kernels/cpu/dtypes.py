@@ -19,6 +19,7 @@ from .layers.operands import (
     new_int8_operand,
 )
 from .packing import (
+    WORK_ROWS,
     pack_bfloat16,
     pack_float16,
     pack_float32,
@@ -232,7 +233,7 @@ class Dtype:
     fields: dict[str, Field]  # of the record
     k_unit: int  # of segments of K; a panel's K is a multiple
     new_operand: Callable  # (n, k) -> the operand of activations that a weight is multiplied by
-    pack: Callable  # (weight, is_transposed, factors, *a layer's arrays, first panel, last panel)
+    pack: Callable  # of packing.py
     unpack: Callable  # (*a layer's arrays) -> (P, K, OUT_TILE) float32
     unit: Unit
     add_tile: Callable
@@ -246,6 +247,10 @@ class Dtype:
     # The exponent of a channel's size in smoothing; None: weights are not smoothed. int4 weights, with 16 levels, gain
     # more than activations.
     balance: float | None = None
+
+    def whole_k(self, k: int) -> int:
+        """Return K of a panel."""
+        return -(-k // self.k_unit) * self.k_unit
 
     def operand_of(self, x: np.ndarray) -> Any:
         """Return an operand for the rows of x (N, K): of float32 activations, x itself."""
@@ -376,7 +381,7 @@ def panel_count(columns: int) -> int:
 def weight_layout(dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return shape and dtype of each array of a record, for weights (N, K)."""
     row = DTYPES[dtype]
-    whole_k = -(-k // row.k_unit) * row.k_unit
+    whole_k = row.whole_k(k)
     return {
         name: (array.shape(layers, panel_count(n), whole_k), np.dtype(array.dtype))
         for name, array in row.fields.items()
@@ -386,6 +391,21 @@ def weight_layout(dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tu
 def new_weight(dtype: str, layers: int, n: int, k: int) -> Any:
     layout = weight_layout(dtype, layers, n, k)
     return DTYPES[dtype].record(**{name: zeros(*array) for name, array in layout.items()})
+
+
+def pack(
+    dtype: str,
+    weight: np.ndarray,
+    is_transposed: bool,
+    factors: np.ndarray,
+    arrays: list,
+    first: int,
+    last: int,
+) -> None:
+    """Pack panels `first` to `last` of a layer's weight (N, K), or (K, N), times factors (K,)."""
+    row = DTYPES[dtype]
+    work = np.empty((WORK_ROWS + row.whole_k(factors.size), OUT_TILE), np.float32)
+    row.pack(weight, is_transposed, factors, work, *arrays, first, last)
 
 
 def unpack(dtype: str, arrays: tuple[np.ndarray, ...], n: int, k: int) -> np.ndarray:

@@ -1,221 +1,151 @@
-"""The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
+"""Kernels as modules declare them: functions that run as object code, or that Numba compiles when they are called.
+
+Declaring one imports no Numba, which takes a quarter of a start.
 
 A function that a kernel calls is a part: LLVM code that becomes machine code once, with the kernel. Numba would compile
 it for itself and in each caller, in twice the time.
 """
 
 import functools
-import hashlib
-import os
-import platform
 import sys
+import threading
 from collections.abc import Callable
-from pathlib import Path
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-import llvmlite
-import numba
-import numpy as np
-from llvmlite import binding
-from numba import types
-from numba.core import config, sigutils
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, CompilerBase, CompileResult, DefaultPassBuilder
-from numba.core.errors import UnsupportedError
-from numba.core.runtime import rtsys
-from numba.core.serialize import dumps
-from numba.extending import overload
-
-from ..kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
-from .simd.targets import TARGET
-
-SOURCES = Path(__file__).resolve().parent
-# NUMBA_* variables that do not change the machine code.
-HARMLESS = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER", "NUMBA_THREADING_LAYER_PRIORITY")
+from . import native
 
 
-class KernelCompiler(Compiler):
-    def compile_extra(self, func) -> CompileResult:
-        result = super().compile_extra(func)
-        for environment in result._find_referenced_environments():  # parts need it to raise an error
-            result.codegen.set_env(environment.env_name, environment)
-        return result
+class Declared:
+    """A name in compiled code. Numba asks for its type."""
+
+    @cached_property
+    def in_numba(self) -> Callable:
+        raise NotImplementedError
+
+    @cached_property
+    def _numba_type_(self):
+        from .compiler import type_of
+
+        return type_of(self.in_numba)
 
 
-class PartCompiler(CompilerBase):
-    def define_pipelines(self) -> list:
-        state = self.state
-        state.flags.no_compile = True
-        state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
-        return [DefaultPassBuilder.define_nopython_pipeline(state)]
+class Kernel(Declared):
+    def __init__(self, function: Callable, **options: Any):
+        functools.update_wrapper(self, function)
+        self.py_func = function
+        self._options = options
+        self._lock = threading.Lock()  # a leader and its followers come at once
+        self._compiled: Callable | None = None
 
-    def compile_extra(self, func) -> CompileResult:
-        result = super().compile_extra(func)
-        key = [].append  # a unique built-in function
-        self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
-        return result._replace(entry_point=key)
+    def __call__(self, *arguments):
+        return self.bound(*arguments)()
 
-    def compile_ir(self, func_ir, lifted=(), lifted_from=None) -> CompileResult:
-        raise UnsupportedError("a part of a kernel has a block in object mode: put it into what Python calls")
+    def bound(self, *arguments) -> Callable[[], Any]:
+        """Return a call with these arguments, for calls that only change the numbers in arrays."""
+        objects = native.objects()
+        name = f"{self.__module__}.{self.__qualname__}"
+        call = None if objects is None else objects.bound(name, arguments)
+        return call or functools.partial(self.compiled, *arguments)
+
+    @property
+    def compiled(self) -> Callable:
+        """Return Numba's dispatcher."""
+        with self._lock:
+            if self._compiled is None:
+                from .compiler import new_dispatcher
+
+                self._compiled = new_dispatcher(self.py_func, self._options)
+            return self._compiled
+
+    @cached_property
+    def in_numba(self) -> Callable:
+        from .compiler import new_part
+
+        return new_part(self.py_func, self._options)
 
 
-class PartLibrary(JITCodeLibrary):
-    def _optimize_final_module(self) -> None:
-        pass
+class Inline(Declared):
+    """A function whose code a caller contains. Numba reads its options and source."""
 
-    def _finalize_final_module(self) -> None:
-        self._finalized = True
+    targetoptions = MappingProxyType({"inline": "always"})
+
+    def __init__(self, function: Callable):
+        functools.update_wrapper(self, function)
+        self.py_func = function
+
+    def __call__(self, *arguments):
+        return self.in_numba(*arguments)
+
+    @cached_property
+    def in_numba(self) -> Callable:
+        import numba
+
+        return numba.njit(**self.targetoptions, error_model="numpy", fastmath=False)(self.py_func)
 
 
-OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
-KERNEL_OPTIONS = OPTIONS | {"pipeline_class": KernelCompiler}
-PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
+class Choice(Declared):
+    """One name of several functions: the type of an argument chooses."""
+
+    def __init__(self, *given: Any):
+        self._given = given
+
+    @cached_property
+    def in_numba(self) -> Callable:
+        from .compiler import new_choice
+
+        return new_choice(*self._given)
 
 
-def jit(function):
-    """Compile a module-level function, as a kernel if Python calls it and as a part if a kernel does.
+class Intrinsic(Declared):
+    """A function of LLVM code, as numba.extending.intrinsic takes it."""
 
-    A part may not call itself. Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations.
+    def __init__(self, function: Callable):
+        functools.update_wrapper(self, function)
+        self.py_func = function
+
+    @cached_property
+    def in_numba(self) -> Callable:
+        from numba.extending import intrinsic
+
+        return intrinsic(self.py_func)
+
+
+def jit(function: Callable) -> Kernel:
+    """Declare a module-level function, a kernel if Python calls it and a part if a kernel does.
+
+    A kernel may not call itself. Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations.
     """
-    return _kernel_or_part(function)
+    return Kernel(function)
 
 
-def kernel(function):
-    """Compile as `jit` does, without reference counts: for functions that make no array.
+def kernel(function: Callable) -> Kernel:
+    """Declare as `jit` does, without reference counts: for functions that make no array.
 
     Numba's atomic counters take 150 of a tile's 300 ns.
     """
-    return _kernel_or_part(function, _nrt=False)
+    return Kernel(function, _nrt=False)
 
 
-def inline(function):
+def inline(function: Callable) -> Inline:
     """Inline a function into its callers before types are known: loops in one function compile slowly."""
-    return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
-
-
-def _kernel_or_part(function, **options):
-    compiled = numba.njit(**KERNEL_OPTIONS, **options)(function)
-    compiled._cache = DiskCache(function)
-
-    @functools.cache
-    def part():  # made when a kernel compiles
-        return numba.njit(**PART_OPTIONS, **options)(function)
-
-    compiled.get_call_template = lambda *types: part().get_call_template(*types)
-    compiled.get_overload = lambda *types: part().get_overload(*types)
-    return compiled
+    return Inline(function)
 
 
 def overload_by_dtype(
     choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0
-) -> Callable:
-    """Return one name, for compiled code, of several functions: the type of an argument chooses.
+) -> Choice:
+    """Return one name of several functions. Keys: a NamedTuple's class, an array's dtype by its name, or None.
 
-    Keys: a NamedTuple's class, an array's dtype, or None. Numba itself removes `if x is None`.
+    Numba itself removes `if x is None`.
     """
-
-    def name_only(*arguments):
-        raise NotImplementedError("only compiled code can call this")
-
-    @overload(name_only, jit_options=PART_OPTIONS, strict=False)
-    def choose(*argument_types):
-        return choices.get(_key_of(argument_types[argument]), otherwise)
-
-    return name_only
+    return Choice(choices, otherwise, argument)
 
 
-def _key_of(numba_type):
-    if isinstance(numba_type, types.BaseNamedTuple):
-        return numba_type.instance_class
-    return None if numba_type == types.none else numba_type.dtype
-
-
-class DiskCache(FunctionCache):
-    def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
-        result = None
-        name = self._name(signature, target_context.codegen())
-        if name is not None:
-            result = kernel_cache().load(name, lambda parts: _rebuilt(target_context, parts))
-        # Two types may have the same description.
-        if result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]:
-            return result
-        kernel_cache().announce(self._function.__name__)
-        return None
-
-    def save_overload(self, signature: Any, result: CompileResult) -> None:
-        name = self._name(signature, result.codegen)
-        if name is not None and not result.library.has_dynamic_globals:  # addresses of this process
-            kernel_cache().save(name, lambda: dumps(_for_python(result._reduce())))
-
-    @property
-    def cache_path(self) -> str:
-        return str(kernel_cache().folder)
-
-    def enable(self) -> None:
-        pass
-
-    def disable(self) -> None:
-        raise NotImplementedError("kernels are compiled with this cache or without any")
-
-    def _name(self, signature: Any, codegen: Any) -> str | None:
-        """Return the file's name, or None if another process would not find the kernel by it."""
-        function = self._function
-        source = _digest_of(function.__code__.co_filename)
-        known = repr(
-            (function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature)
-        )
-        if source is None or function.__closure__ or " at 0x" in known:
-            return None
-        return self.file_name(f"{known} {codegen.magic_tuple()}")
-
-
-def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
-    """Rebuild a compiled function. Numba's runtime compiles slowly: only if it is called."""
-    (_, _, (machine_code, _)), *_ = parts
-    if b"NRT_" in machine_code:
-        rtsys.initialize(target_context)
-    return CompileResult._rebuild(target_context, *parts)
-
-
-def _for_python(reduced: tuple) -> tuple:
-    """Replace LLVM code by stubs of two names, which halves the loading time."""
-    (library, kind, (machine_code, _)), descriptor, *rest = reduced
-    names = descriptor.llvm_func_name, descriptor.llvm_cpython_wrapper_name
-    stubs = "".join(f'define void @"{name}"() {{ unreachable }}\n' for name in names)
-    return (library, kind, (machine_code, binding.parse_assembly(stubs).as_bitcode())), descriptor, *rest
-
-
-@functools.cache
-def _digest_of(file: str) -> str | None:
-    """Return a digest of a source outside of this package; the folder's name has the others."""
-    path = Path(file).resolve()
-    try:
-        return "" if path.is_relative_to(SOURCES) else hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:  # typed into an interpreter
-        return None
-
-
-@functools.cache
-def kernel_cache() -> KernelCache:
-    return open_cache(f"kernels-{fingerprint(SOURCES, build())}")
-
-
-def build() -> tuple:
-    """Return all that decides the machine code, except the sources."""
-    settings = Path(".numba_config.yaml")
-    return (
-        platform.machine(),
-        binding.get_process_triple(),
-        binding.get_host_cpu_name(),
-        TARGET.name,  # the system may refuse AMX
-        binding.get_host_cpu_features().flatten(),
-        f"{sys.version}{'' if __debug__ else ' -O'}",  # -O compiles no assertion
-        numba.__version__,
-        llvmlite.__version__,
-        np.__version__,  # Numba's types follow NumPy's rules
-        config.USING_SVML,
-        sorted(
-            item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in HARMLESS
-        ),
-        settings.read_bytes() if settings.is_file() else None,
-    )
+def compile_times() -> tuple[int, float]:
+    """Return how many kernels this process has compiled, and the seconds."""
+    if (compiler := sys.modules.get(f"{__package__}.compiler")) is None:
+        return 0, 0.0
+    cache = compiler.kernel_cache()
+    return cache.num_compiled, cache.seconds

@@ -28,7 +28,7 @@ from .arrays import (
     share_of,
     to_panels,
 )
-from .dtypes import DTYPES, new_weight, panel_count, unpack
+from .dtypes import DTYPES, new_weight, pack, panel_count, unpack
 from .layers.activations import ACTIVATIONS, activate
 from .layers.linear import Linear
 from .simd.vector_ir import zeros
@@ -161,8 +161,10 @@ def pack_layers(
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         places = [part[layer if is_whole else 0] for part in record]
-        given = source, is_transposed, all_factors[layer], *places
-        for packed in [packers.submit(row.pack, *given, *pair) for pair in itertools.pairwise(bounds)]:
+        given = source, is_transposed, all_factors[layer]
+        for packed in [
+            packers.submit(pack, array.dtype, *given, places, *pair) for pair in itertools.pairwise(bounds)
+        ]:
             packed.result()
         checkpoint.release(name)
         if not is_whole:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .. import numbers
-from .jit import jit
+from .jit import kernel
 from .layers.operands import from_bfloat16, to_bfloat16
 from .simd.products import to_float16
 from .simd.tiles import OUT_TILE
@@ -15,18 +15,20 @@ NAN = np.uint16(0x7FC0)  # as bfloat16
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 
 
-# A panel's weights times the factors of K: (weight, is_transposed, factors, *a layer's arrays, first, last panel).
+# Panels of weights times the factors of K: (weight, is_transposed, factors, work, *a layer's arrays, first, last).
+# work (WORK_ROWS + K, OUT_TILE) float32: rows of numbers by column, and a panel in float32.
+WORK_ROWS = 6
 
 
-@jit
-def pack_float32(weight, is_transposed, factors, panels, first, last):
+@kernel
+def pack_float32(weight, is_transposed, factors, work, panels, first, last):
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, panels[p])
 
 
-@jit
-def pack_float16(weight, is_transposed, factors, panels, first, last):
-    block = np.empty((panels.shape[1], OUT_TILE), np.float32)
+@kernel
+def pack_float16(weight, is_transposed, factors, work, panels, first, last):
+    block = work[WORK_ROWS:]
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         for k in range(block.shape[0]):
@@ -34,9 +36,9 @@ def pack_float16(weight, is_transposed, factors, panels, first, last):
                 panels[p, k, j] = to_float16(block[k, j])
 
 
-@jit
-def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
-    block = np.empty((panels.shape[1] * 2, OUT_TILE), np.float32)
+@kernel
+def pack_bfloat16(weight, is_transposed, factors, work, panels, first, last):
+    block = work[WORK_ROWS:]
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         for k in range(block.shape[0]):
@@ -44,12 +46,10 @@ def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
                 panels[p, k // 2, j, k % 2] = to_bfloat16(block[k, j])
 
 
-@jit
-def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
-    block = np.empty((panels.shape[1] * 4, OUT_TILE), np.float32)
-    largest = np.empty(OUT_TILE, np.float32)
-    inverse = np.empty(OUT_TILE, np.float32)
-    unfinite = np.empty(OUT_TILE, np.float32)
+@kernel
+def pack_int8(weight, is_transposed, factors, work, panels, scales, first, last):
+    block = work[WORK_ROWS:]
+    largest, inverse, unfinite = work[0], work[1], work[2]
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         largest[:] = 0
@@ -68,15 +68,15 @@ def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
                 panels[p, k // 4, j, k % 4] = np.int32(nearest) + 128
 
 
-@jit
-def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last):
-    block = np.empty((panels.shape[1] * 8, OUT_TILE), np.float32)
+@kernel
+def pack_int4(weight, is_transposed, factors, work, panels, group_scales, first, last):
+    block = work[WORK_ROWS:]
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         panels[p] = 0
         for g in range(group_scales.shape[1]):
             group = block[g * WEIGHT_GROUP : (g + 1) * WEIGHT_GROUP]
-            _choose_scales(group, group_scales[p, g])
+            _choose_scales(group, work, group_scales[p, g])
             for i in range(WEIGHT_GROUP):
                 step, byte = (g * WEIGHT_GROUP + i) // 4, i % 4
                 for j in range(OUT_TILE):
@@ -86,21 +86,20 @@ def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last)
                     panels[p, step // 2, j, byte] |= np.uint8(level << (4 * (step % 2)))
 
 
-@jit
+@kernel
 def _level(x, scale, offset):
     nearest = ((x - offset) / scale + ROUNDING) - ROUNDING
     return min(max(nearest, np.float32(0)), LEVELS)
 
 
-@jit
-def _choose_scales(group, group_scales):
+@kernel
+def _choose_scales(group, work, group_scales):
     """Find each column's bfloat16 scale and offset of least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
-    low = np.zeros(OUT_TILE, np.float32)
-    high = np.zeros(OUT_TILE, np.float32)  # 0 is always in range
-    least = np.full(OUT_TILE, np.inf, np.float32)
-    error = np.empty(OUT_TILE, np.float32)
-    scale = np.empty(OUT_TILE, np.float32)
-    offset = np.empty(OUT_TILE, np.float32)
+    low, high, least = work[0], work[1], work[2]
+    error, scale, offset = work[3], work[4], work[5]
+    low[:] = 0  # which is always in range
+    high[:] = 0
+    least[:] = np.inf
     for i in range(WEIGHT_GROUP):
         for j in range(OUT_TILE):
             low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
@@ -122,7 +121,7 @@ def _choose_scales(group, group_scales):
                 group_scales[0, j], group_scales[1, j] = to_bfloat16(scale[j]), to_bfloat16(offset[j])
 
 
-@jit
+@kernel
 def _read_panel(weight, is_transposed, factors, p, block):
     n, inputs = (weight.shape[1], weight.shape[0]) if is_transposed else weight.shape
     columns = min(OUT_TILE, n - p * OUT_TILE)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from .jit import inline, jit, kernel
+from .jit import inline, kernel
 from .sampling_rows import (
     divide,
     exponentials,
@@ -54,7 +54,11 @@ def filter_logits(logits, warpers):
 
 def top_logprobs(logits, token_id, n):
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
-    kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), buffers)
+    found = np.ones(3)
+    _keep_most_probable(logits, min(n, logits.size), buffers, found)
+    greatest = found[1]
+    log_total = math.log(found[2]) if found[2] else -math.inf  # no token is possible
+    kept = int(found[0])
     ids = buffers.ids[:kept]
     scores = buffers.singles[0, :kept]
     order = np.argsort(-scores, kind="stable")[:n]
@@ -161,14 +165,14 @@ def _normalize(weights, probabilities):
 
 
 @kernel
-def _keep_most_probable(logits, n, buffers):
-    """Keep the n most probable tokens, with ties. Return their number, the greatest logit and the total's log."""
+def _keep_most_probable(logits, n, buffers, found):
+    """Keep the n most probable tokens, with ties. found: their number, the greatest logit and the total."""
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
-    log_total = math.log(sum_of(work.weights))
-    kept = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
-    return kept, np.float64(greatest_of(logits)), log_total
+    found[0] = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
+    found[1] = greatest_of(logits)
+    found[2] = sum_of(work.weights)
 
 
 @kernel
@@ -222,16 +226,20 @@ def _multiply_high(x, y):
     return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
 
 
-@jit
 def process_logits(logits, processors):
-    """Apply bias and penalties. `seen` (V,) counts tokens; between rows it is 0."""
     p = processors
     counts = (
         np.any(p.repetition_penalty != 1)
         or np.any(p.frequency_penalty != 0)
         or np.any(p.presence_penalty != 0)
     )
-    seen = np.zeros(logits.shape[1] if counts else 0, np.int32)
+    _process_rows(logits, processors, np.zeros(logits.shape[1] if counts else 0, np.int32))
+
+
+@kernel
+def _process_rows(logits, processors, seen):
+    """Apply bias and penalties. `seen` (V,) counts tokens; between rows it is 0."""
+    p = processors
     for i in range(p.rows.size):
         scores = logits[p.rows[i]]
         token_ids = p.token_ids.values[p.token_ids.bounds[i] : p.token_ids.bounds[i + 1]]
@@ -245,7 +253,7 @@ def process_logits(logits, processors):
             _penalize_presence(scores, token_ids[p.num_prompt_tokens[i] :], frequency, presence, seen)
 
 
-@jit
+@kernel
 def _penalize_repetition(scores, token_ids, penalty, seen):
     for token_id in token_ids:
         if not seen[token_id]:
@@ -256,7 +264,7 @@ def _penalize_repetition(scores, token_ids, penalty, seen):
         seen[token_id] = 0
 
 
-@jit
+@kernel
 def _penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty, seen):
     for token_id in new_token_ids:
         seen[token_id] += 1

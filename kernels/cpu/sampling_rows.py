@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from .jit import inline, kernel
+from .jit import Intrinsic, inline, kernel
 from .simd.vector_ir import address, array_at, float32_at
 from .team import atomic_load, atomic_store, claim, complete, finish_phase
 
@@ -129,9 +126,12 @@ def value_of(key):
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE)).view(np.float32)
 
 
-@intrinsic
+@Intrinsic
 def _partial_sums(typingctx):
     """Return an array of PARTIAL_SUMS float64 on the stack, which LLVM keeps in registers."""
+    from numba import types
+    from numba.core import cgutils
+
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):

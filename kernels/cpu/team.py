@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
-from .jit import kernel
+from .jit import Kernel, kernel
 from .simd.vector_ir import I32, I64, address, declare, emits, zeros
 
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
@@ -226,28 +225,28 @@ def _pointer(builder, address):
     return builder.inttoptr(address, I64.as_pointer())
 
 
-@emits(types.int64(types.intp))
+@emits("int64", "intp")
 def atomic_load(builder, address):
     return builder.load_atomic(_pointer(builder, address), "seq_cst", 8)
 
 
-@emits(types.void(types.intp, types.int64))
+@emits("void", "intp", "int64")
 def atomic_store(builder, address, value):
     builder.store_atomic(value, _pointer(builder, address), "seq_cst", 8)
 
 
-@emits(types.int64(types.intp, types.int64))
+@emits("int64", "intp", "int64")
 def atomic_add(builder, address, value):
     return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
 
 
-@emits(types.boolean(types.intp, types.int64, types.int64))
+@emits("boolean", "intp", "int64", "int64")
 def compare_exchange(builder, address, expected, new):
     pointer = _pointer(builder, address)
     return builder.extract_value(builder.cmpxchg(pointer, expected, new, "seq_cst", "seq_cst"), 1)
 
 
-@emits(types.void())
+@emits("void")
 def pause(builder):
     triple = builder.module.triple
     if "x86" in triple:
@@ -256,7 +255,7 @@ def pause(builder):
         builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 
-@emits(types.int64())
+@emits("int64")
 def ticks(builder):
     """Return a clock of 1 to 5 GHz, possibly the core's own, or 0 without a clock."""
     if "x86" not in builder.module.triple:  # ARM's counter is privileged
@@ -264,7 +263,7 @@ def ticks(builder):
     return builder.call(declare(builder, "llvm.readcyclecounter", I64, []), [])
 
 
-@emits(types.void())
+@emits("void")
 def yield_core(builder):
     name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
     builder.call(declare(builder, name, I32, []), [])
@@ -282,18 +281,18 @@ class TeamThreads:
             ).start()
         self._finalizer = weakref.finalize(self, self._shared.close)
 
-    def run(self, take_steps: Callable, *arguments) -> None:
+    def run(self, take_steps: Kernel, *arguments) -> None:
         """Run take_steps(team, True, *arguments) here, and with False in the followers.
 
-        It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
+        It holds no GIL. Steps with the same arguments find the followers awake.
         """
-        self._shared.set_task((take_steps, *arguments))
+        lead = self._shared.set_task((take_steps, *arguments), self.leader)
         self._shared.is_in_step = True  # before the look at sleepers: a follower does both in the other order
         try:
             for follower in self._shared.followers:
                 if follower.is_asleep:
                     follower.wake.set()
-            take_steps(self.leader, True, *arguments)
+            lead()
         finally:
             self._shared.is_in_step = False
 
@@ -316,14 +315,15 @@ class _Follower:
                     return
                 self.is_asleep = False
                 take_steps, *arguments = shared.task
+            follow = take_steps.bound(self.team, False, *arguments)
             while not self.is_asleep:
-                take_steps(self.team, False, *arguments)
+                follow()
                 with shared.changed:
                     # The leader may have begun a step while this thread waited for the GIL.
                     self.is_asleep = True
                     self.is_asleep = not shared.is_in_step
                     shared.changed.notify_all()
-            del take_steps, arguments
+            del take_steps, arguments, follow
 
 
 class _Shared:
@@ -333,24 +333,29 @@ class _Shared:
         self.followers = followers
         self.changed = threading.Condition()
         self.task: tuple | None = None
+        self.lead: Callable | None = None  # of the task
         self.is_in_step = False
         self.is_closed = False
         self.process = os.getpid()
 
-    def set_task(self, task: tuple) -> None:
+    def set_task(self, task: tuple, leader: Team) -> Callable[[], None]:
+        """Return the leader's call."""
         if self.task is not None and all(a is b for a, b in zip(self.task, task, strict=True)):
-            return
+            return self.lead
         with self.changed:
             # An awake follower would take the next step with the old arguments.
             self.changed.wait_for(lambda: all(follower.is_asleep for follower in self.followers))
             for follower in self.followers:
                 follower.team.own[JOINED] = follower.team.board[PUBLISHED]
             self.task = task
+            take_steps, *arguments = task
+            self.lead = take_steps.bound(leader, True, *arguments)
+            return self.lead
 
     def close(self) -> None:
         if self.process != os.getpid():  # a forked child has no followers
             return
         with self.changed:
-            self.is_closed, self.task = True, None
+            self.is_closed, self.task, self.lead = True, None, None
         for follower in self.followers:
             follower.wake.set()

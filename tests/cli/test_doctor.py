@@ -13,7 +13,7 @@ from support.tables import rows
 from tinygpt import hardware
 from tinygpt.cli import main as cli
 from tinygpt.cli.info import driver, instructions
-from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu import compiler
 from tinygpt.kernels.cpu.simd import targets
 from tinygpt.weights.config import DTYPES
 
@@ -31,7 +31,7 @@ def test_versions_threads_and_the_cache(report):
     assert report["threads"]["used"] == report["memory"]["threads"] == 2
     assert report["memory"]["read_bandwidth"] == 2e9
     assert report["threads"]["logical_cores"] == os.cpu_count()
-    folder = jit.kernel_cache().folder
+    folder = compiler.kernel_cache().folder
     assert report["cache"]["folder"] == str(folder)
     assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
 

@@ -15,7 +15,7 @@ from support.processes import STATS
 from support.tables import rows
 from tinygpt import LLM, ControlVector, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu import compiler
 from tinygpt.outputs import RequestOutput
 
 BASE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}
@@ -106,11 +106,11 @@ def test_a_file_is_the_prompt_as_it_is(run, tmp_path, flag):
 @pytest.mark.parametrize("num_compiled", [0, 1])
 def test_a_first_run_compiles_before_rates_are_measured(run, monkeypatch, num_compiled):
     given = noting(monkeypatch, LLM, "generate", lambda llm, prompts, *_: prompts)
-    monkeypatch.setattr(jit.kernel_cache(), "num_compiled", num_compiled)
-    monkeypatch.setattr(jit.kernel_cache(), "seconds", 3.25)
+    monkeypatch.setattr(compiler.kernel_cache(), "num_compiled", num_compiled)
+    monkeypatch.setattr(compiler.kernel_cache(), "seconds", 3.25)
     result = run("Once --seed 7 --max-tokens 8")
     assert given == num_compiled * [[[0]]]
-    told = "; compiling 3.25 s" * num_compiled
+    told = "; compiling 1 kernel 3.25 s" * num_compiled
     assert STATS.fullmatch(result.err.replace(told, "")).groups() == ("7", "7")
     assert told in result.err
 

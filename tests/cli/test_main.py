@@ -30,7 +30,7 @@ def test_help_lists_the_commands(call, words):
     result = call(*words)
     assert result.code == 0
     listed = re.findall(r"^    (\w+) ", result.out, re.MULTILINE)
-    assert tuple(listed) == cli.COMMANDS
+    assert tuple(listed) == tuple(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

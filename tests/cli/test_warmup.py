@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 from tinygpt import llm as llm_module
 from tinygpt.cli import main as cli
-from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu import compiler, jit
 from tinygpt.kernels.kernel_cache import KernelCache
 
 REQUESTS = """
@@ -44,7 +44,7 @@ print(compiled.names)
 
 
 def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
-    places = {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache)}
+    places = {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache), "TINYGPT_KERNELS": "compile"}
     environment = os.environ | places | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -73,7 +73,9 @@ def test_after_warmup_nothing_compiles(tmp_path):
 
 def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(llm_module, "WARMUP_REQUESTS", ())
-    monkeypatch.setattr(jit, "kernel_cache", lambda: KernelCache(None))
+    counts = iter([(0, 0.0), (1, 0.0)])
+    monkeypatch.setattr(jit, "compile_times", lambda: next(counts))
+    monkeypatch.setattr(compiler, "kernel_cache", lambda: KernelCache(None))
     assert cli.main(["warmup"]) == 1
     error = capsys.readouterr().err
     assert "could not be kept" in error

@@ -1,5 +1,6 @@
 """Captures and edits: bits of neighbours and of chunked prompts, the prefix cache, and refusals."""
 
+import os
 import subprocess
 import sys
 
@@ -353,15 +354,21 @@ from tinygpt.kernels.cpu.model import take_steps
 with LLM(sys.argv[1], threads=2) as llm:
     llm.generate([[1, 2, 3]], max_tokens=4)
     llm.embed([[1, 2, 3]])
-    print(["HookBuffers(" in str(types) for types in take_steps.overloads])
+    print(["HookBuffers(" in str(types) for types in take_steps.compiled.overloads])
     llm.run_with_cache([1, 2, 3], "resid_pre")
-    print(["HookBuffers(" in str(types) for types in take_steps.overloads])
+    print(["HookBuffers(" in str(types) for types in take_steps.compiled.overloads])
 print([name for name in ("captures", "edits", "hooks") if f"tinygpt.look.{name}" in sys.modules])
 """
 
 
 def test_kernels_with_looks_are_made_for_looks_alone(folder):
+    environment = os.environ | {"TINYGPT_KERNELS": "compile"}
     found = subprocess.run(
-        [sys.executable, "-c", KERNELS, folder], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", KERNELS, folder],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.splitlines() == ["[False]", "[False, True]", "['captures', 'edits', 'hooks']"]

@@ -12,8 +12,9 @@ import pytest
 from numba.core import event
 
 from support.tables import rows
-from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
-from tinygpt.kernels.cpu.jit import DiskCache, jit
+from tinygpt.kernels.cpu.compiler import DiskCache
+from tinygpt.kernels.cpu.dtypes import new_weight, pack, panel_count
+from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.linear import SCRATCH
@@ -143,7 +144,7 @@ def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = Fal
         array.view(np.uint8)[...] = 0xFF
     factors = np.ones(k, np.float32) if factors is None else factors
     layer = [array[0] for array in record]
-    DTYPES[dtype].pack(weight, is_transposed, factors, *layer, 0, panel_count(n))
+    pack(dtype, weight, is_transposed, factors, layer, 0, panel_count(n))
     return record
 
 

@@ -76,7 +76,7 @@ def ray_processes(root: int, name: str) -> list[int]:
 # What `generate` ends with on stderr: the number of tokens after the first, and the seed.
 STATS = re.compile(
     r"tinygpt: prompt \d+ tokens?(?:, [\d.]+ tokens/s)?; generation (\d+) tokens?(?:, [\d.]+ tokens/s)?; "
-    r"load [\d.]+ s(?:; compiling [\d.]+ s)?(?:; seed (\d+))?\n"
+    r"load [\d.]+ s(?:; compiling \d+ kernels? [\d.]+ s)?(?:; seed (\d+))?\n"
 )
 
 

@@ -316,6 +316,4 @@ def _write(args: argparse.Namespace, records: list[Record], markdown: str | None
         log(f"the results are in {args.output}")
 
 
-BENCH = Command(
-    "measure prefill and decode next to the limits of the machine", add_arguments, run, "[flags] [MODEL]"
-)
+BENCH = Command(add_arguments, run, "[flags] [MODEL]")

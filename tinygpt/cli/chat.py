@@ -146,4 +146,4 @@ class Conversation:
             log(f"{path} has {counted(len(self._messages), 'message')}")
 
 
-CHAT = Command("talk to a model, line by line", add_arguments, run, "[flags] [MODEL]", EVERY_DAY)
+CHAT = Command(add_arguments, run, "[flags] [MODEL]", EVERY_DAY)

@@ -232,22 +232,21 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
 
 def _warm_up(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)
-    from ..kernels.cpu.jit import kernel_cache
     from ..llm import warmup
 
     if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         log("nothing was left to compile")
+        return
+    from ..kernels.cpu.compiler import kernel_cache
+
     log(f"the kernels are kept in {kernel_cache().folder}")
 
 
 CONVERT = Command(
-    "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts",
     add_arguments,
     run,
     "[flags] SRC DST",
 )
 
 
-WARMUP = Command(
-    "compile kernels ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up, "[flags] [MODEL]"
-)
+WARMUP = Command(partial(add_group, names=CPU_FLAGS), _warm_up, "[flags] [MODEL]")

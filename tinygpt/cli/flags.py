@@ -38,9 +38,8 @@ THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in the list of commands, its flags, and the function that runs it."""
+    """A command: its flags, and the function that runs it."""
 
-    summary: str
     add_arguments: Callable[[argparse.ArgumentParser], Any]
     run: Callable[[argparse.Namespace], None]
     arguments: str = "[flags]"  # with MODEL, a word that is --model
@@ -166,10 +165,8 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     set_thread_pools(args.threads)
     gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s
     try:
-        from ..llm import LLM, start_compiling_draw
+        from ..llm import LLM
 
-        if args.device == "cpu" and args.temperature > 0 and thread_count(args.threads) > 1:
-            start_compiling_draw()
         llm = LLM(**vars(llm_args(args, **more)))
         gc.freeze()
     finally:
@@ -178,21 +175,22 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
 
 
 def compiling(args: argparse.Namespace) -> str:
-    """Return "; compiling 12.30 s" if this run has compiled kernels, else "" """
+    """Return "; compiling 9 kernels 12.30 s" if this run has compiled kernels, else "" """
     if args.device != "cpu":
         return ""
-    from ..kernels.cpu.jit import kernel_cache
+    from ..kernels.cpu.jit import compile_times
 
-    return f"; compiling {kernel_cache().seconds:.2f} s" if kernel_cache().num_compiled else ""
+    count, seconds = compile_times()
+    return f"; compiling {count} kernel{'s' * (count > 1)} {seconds:.2f} s" if count else ""
 
 
 def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     """Take a step if loading compiled kernels, so that rates contain less compilation."""
     if args.device != "cpu":
         return
-    from ..kernels.cpu.jit import kernel_cache
+    from ..kernels.cpu.jit import compile_times
 
-    if kernel_cache().num_compiled:
+    if compile_times()[0]:
         params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
         llm.generate([[0]], params)
 

@@ -202,7 +202,6 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
 
 
 GENERATE = Command(
-    "continue a prompt, or every prompt of a file",
     add_arguments,
     run,
     "[flags] [PROMPT ...]",

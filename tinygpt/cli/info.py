@@ -363,7 +363,8 @@ def _version_of(package: str) -> str | None:
 
 
 def instructions() -> dict[str, str]:
-    """Return the target of the kernels, and the instructions of each dtype's products with their width."""
+    """Return the kernels' target, the instructions of each dtype's products with their width, and the object code."""
+    from ..kernels.cpu.native import status
     from ..kernels.cpu.simd.targets import PRODUCTS, TARGET
 
     lanes = TARGET.vector_bytes // 4
@@ -374,7 +375,7 @@ def instructions() -> dict[str, str]:
     if TARGET.has_amx:
         shown["bfloat16"] = "tdpbf16ps, 8192 products an instruction"
         shown["int8"] = f"tdpbsud, 16384; few rows: {shown['int8']}"
-    return {"target": TARGET.name, **shown}
+    return {"target": TARGET.name, **shown, "object_code": status()}
 
 
 def _memory_sizes() -> dict[str, int | None]:
@@ -385,7 +386,7 @@ def _memory_sizes() -> dict[str, int | None]:
 
 
 def _cache() -> dict[str, Any]:
-    from ..kernels.cpu.jit import kernel_cache
+    from ..kernels.cpu.compiler import kernel_cache
 
     cache = kernel_cache()
     path = cache.folder
@@ -431,13 +432,11 @@ def driver() -> dict[str, Any]:
 
 
 INFO = Command(
-    "show a checkpoint's config, tensors, tokenizer and hashes, and every reason not to load it",
     add_arguments,
     run,
     "[flags] [MODEL]",
 )
 DOCTOR = Command(
-    "report on the machine, the kernels and the packages, for a bug report",
     _add_doctor_arguments,
     _run_doctor,
     "[flags] [MODEL]",

@@ -23,22 +23,22 @@ from ..weights.errors import printable
 from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
-# Modules are imported when their command runs, or when all commands are listed.
-COMMANDS = (
-    "generate",
-    "chat",
-    "score",
-    "lens",
-    "serve",
-    "convert",
-    "warmup",
-    "bench",
-    "eval",
-    "info",
-    "doctor",
-    "parity",
-    "completion",
-)
+# Modules are imported when their command runs.
+COMMANDS = {
+    "generate": "continue a prompt, or every prompt of a file",
+    "chat": "talk to a model, line by line",
+    "score": "show how probable texts, their words and their tokens are",
+    "lens": "show what each layer of a model would say after each token",
+    "serve": "answer OpenAI's and vLLM's clients over HTTP",
+    "convert": "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts",
+    "warmup": "compile kernels ahead of time",
+    "bench": "measure prefill and decode next to the limits of the machine",
+    "eval": "measure quality: perplexity, LAMBADA, ROUGE",
+    "info": "show a checkpoint's config, tensors, tokenizer and hashes, and every reason not to load it",
+    "doctor": "report on the machine, the kernels and the packages, for a bug report",
+    "parity": "compare logits and greedy tokens with transformers, or with a stored golden file",
+    "completion": "print a script that completes commands and flags in a shell",
+}
 COMMAND_ALIASES = {  # hidden
     **dict.fromkeys(("complete", "run", "prompt"), "generate"),
     **dict.fromkeys(("list", "ls", "models"), "info --cached"),
@@ -239,8 +239,8 @@ def _explain_commands(words: Sequence[str]) -> NoReturn:
     parser = _parser("tinygpt", "COMMAND [flags]", DESCRIPTION, EXAMPLES)
     parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
-    for name in COMMANDS:
-        subparsers.add_parser(name, help=_command(name).summary)
+    for name, summary in COMMANDS.items():
+        subparsers.add_parser(name, help=summary)
     if not words:
         parser.print_help(sys.stderr)
     elif words[0] in TOP_FLAGS:
@@ -254,7 +254,7 @@ def _explain_commands(words: Sequence[str]) -> NoReturn:
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command; is_all: show rare flags in --help too."""
     command = _command(name)
-    parser = _parser(f"tinygpt {name}", command.arguments, command.summary, EPILOG)
+    parser = _parser(f"tinygpt {name}", command.arguments, COMMANDS[name], EPILOG)
     command.add_arguments(parser)
     add = parser.add_argument
     if "[MODEL]" in command.arguments:
@@ -357,12 +357,11 @@ def _complete(args: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser("tinygpt")
     commands = parser.add_subparsers()
     for name in COMMANDS:
-        commands.add_parser(name, parents=[command_parser(name)], add_help=False, help=_command(name).summary)
+        commands.add_parser(name, parents=[command_parser(name)], add_help=False, help=COMMANDS[name])
     emit(shtab.complete(parser, args.shell))
 
 
 COMPLETION = Command(
-    "print a script that completes commands and flags in a shell",
     lambda parser: parser.add_argument(
         "shell", choices=("bash", "zsh", "tcsh"), help='as in eval "$(... bash)"'
     ),

@@ -163,14 +163,12 @@ def _lens_record(lens: "Lens") -> dict[str, Any]:
 
 
 SCORE = Command(
-    "show how probable texts, their words and their tokens are",
     add_arguments,
     run,
     "[flags] [TEXT ...]",
     EVERY_DAY,
 )
 LENS = Command(
-    "show what each layer of a model would say after each token",
     _add_lens_arguments,
     _run_lens,
     "[flags] [TEXT]",

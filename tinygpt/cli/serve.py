@@ -180,4 +180,4 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(key.strip() for key in args.api_key or ([given] if given else []))
 
 
-SERVE = Command("answer OpenAI's and vLLM's clients over HTTP", add_arguments, run, "[flags] [MODEL]")
+SERVE = Command(add_arguments, run, "[flags] [MODEL]")

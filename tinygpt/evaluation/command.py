@@ -350,13 +350,11 @@ def _print_differences(title: str, names: Iterable[str], found: "Iterable[Differ
 
 
 EVAL = flags.Command(
-    "measure quality: perplexity, LAMBADA, ROUGE",
     add_arguments,
     run,
     "[flags] {ppl,lambada,rouge} FILE [MODEL]",
 )
 PARITY = flags.Command(
-    "compare logits and greedy tokens with transformers, or with a stored golden file",
     _add_parity_arguments,
     _run_parity,
     "[flags] [MODEL]",

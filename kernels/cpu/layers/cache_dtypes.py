@@ -7,7 +7,6 @@ scales of key and value.
 """
 
 import numpy as np
-from numba import types
 
 from ...numbers import LEAST_ROW, LEVELS
 from ..jit import kernel, overload_by_dtype
@@ -183,7 +182,7 @@ def _put_key_bfloat16(cache, at, x):
 
 # put_key writes a key (D,) to its column of a block.
 put_key = overload_by_dtype(
-    {types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: _put_key_int8}
+    {"float32": _put_key_float32, "uint16": _put_key_bfloat16, "uint8": _put_key_int8}
 )
 
 
@@ -206,7 +205,7 @@ def _put_value_bfloat16(cache, start, position, x, column):
 
 # put_value writes a value (D,) to a position of the block at `start`, and its scale to its key's column.
 put_value = overload_by_dtype(
-    {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: _put_value_int8}
+    {"float32": _put_value_float32, "uint16": _put_value_bfloat16, "uint8": _put_value_int8}
 )
 
 
@@ -250,10 +249,10 @@ _put_rounded, _rounded_bytes = (
     else (_put_steps_widened, _bytes_of_widened)
 )
 put_query = overload_by_dtype(
-    {types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: _put_query_int8}
+    {"float32": _put_steps_float32, "uint16": _put_rounded, "uint8": _put_query_int8}
 )
 bytes_of_query = overload_by_dtype(
-    {types.float32: _bytes_as_they_lie, types.uint16: _rounded_bytes, types.uint8: _bytes_of_query_int8}
+    {"float32": _bytes_as_they_lie, "uint16": _rounded_bytes, "uint8": _bytes_of_query_int8}
 )
 
 
@@ -266,7 +265,7 @@ def _behind_the_scores(cache, scores):
 
 
 # In float32, softmax weights replace the scores.
-place_of_weights = overload_by_dtype({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
+place_of_weights = overload_by_dtype({"float32": _at_the_scores}, otherwise=_behind_the_scores)
 
 
 def _leave_weights(cache, target, weights, seen, value_scales):
@@ -279,7 +278,7 @@ def _put_weights(cache, target, weights, seen, value_scales):
 
 # put_weights writes a block's softmax weights (KEY_BLOCK,), the first `seen` not 0.
 put_weights = overload_by_dtype(
-    {types.float32: _leave_weights, types.uint8: _put_weights_int8}, otherwise=_put_weights
+    {"float32": _leave_weights, "uint8": _put_weights_int8}, otherwise=_put_weights
 )
 
 
@@ -287,4 +286,4 @@ def _all_steps(cache):
     return cache.shape[3]
 
 
-steps_of_key = overload_by_dtype({types.uint8: _steps_of_key_int8}, otherwise=_all_steps)
+steps_of_key = overload_by_dtype({"uint8": _steps_of_key_int8}, otherwise=_all_steps)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from ..jit import kernel
 from ..simd.vector_ir import I64, address, emits, float32_at, zeros
@@ -44,7 +43,7 @@ class HookBuffers(NamedTuple):
     inner: np.ndarray  # (N, F) float32: input and output of the activation
 
 
-@emits(types.void(types.int64, types.int64, types.int64))
+@emits("void", "int64", "int64", "int64")
 def _call(builder, function, point, layer):
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [point, layer])

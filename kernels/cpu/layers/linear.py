@@ -10,7 +10,6 @@ chain in a fixed order, without fused operations: a row has the same bits in any
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 from ...backend import LINEARS
 from ...numbers import even_bounds
@@ -277,7 +276,7 @@ def _store_operand(out, tile, used, y, scales, biases, add):
 
 
 # store_tile stores or adds y * scales + biases, of which `used` columns count.
-store_tile = overload_by_dtype({types.float32: _store_array}, otherwise=_store_operand)
+store_tile = overload_by_dtype({"float32": _store_array}, otherwise=_store_operand)
 
 
 @kernel
@@ -297,7 +296,7 @@ def _prefetch_operand(out, tile):
 
 
 # A store that misses the caches delays later stores.
-prefetch_tile = overload_by_dtype({types.float32: _prefetch_array}, otherwise=_prefetch_operand)
+prefetch_tile = overload_by_dtype({"float32": _prefetch_array}, otherwise=_prefetch_operand)
 
 
 def whole(k: int) -> np.ndarray:

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ..jit import kernel, overload_by_dtype
 from ..simd.targets import TARGET
@@ -28,6 +26,7 @@ from ..simd.vector_ir import (
     at,
     broadcast,
     declare,
+    emits_by_dtype,
     float32_at,
     fold,
     load,
@@ -161,66 +160,52 @@ def _put_rows(operand, row, first, rows, x, factors, summands):
 put_panel = overload_by_dtype({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
 
 
-@intrinsic
-def quantize_group(typingctx, like, x, target, scales):
+@emits_by_dtype(3)
+def quantize_group(builder, dtype, x, target, scales):
     """Quantize SCALE_GROUP float32 values at x: the largest size becomes 127, zeros have scale 0.
 
-    like: the operand's values, for their type. A value that is not finite makes the scale NaN.
+    The array is the operand's values. A value that is not finite makes the scale NaN.
     """
-
-    def codegen(context, builder, signature, args):
-        _, x, target, scales = args
-        values = [load(builder, place, FLOATS) for place in _vectors_at(builder, x)]
-        _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
-        return context.get_dummy_value()
-
-    return types.void(like, types.intp, types.intp, types.intp), codegen
+    values = [load(builder, place, FLOATS) for place in _vectors_at(builder, x)]
+    _quantize(builder, values, _whole_number(dtype), target, scales)
 
 
-@intrinsic
-def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
+@emits_by_dtype(8)
+def quantize_rows(builder, dtype, x, count, factors, summands, target, stride, scales, scales_stride):
     """Quantize rows of x * factors + summands as quantize_group, SCALE_GROUP float32 each."""
+    kind = _whole_number(dtype)
+    factors = load_row(builder, factors)
+    summands = load_row(builder, summands)
 
-    def codegen(context, builder, signature, args):
-        _, x, count, factors, summands, target, stride, scales, scales_stride = args
-        kind = ir.IntType(like.dtype.bitwidth)
-        factors = load_row(builder, factors)
-        summands = load_row(builder, summands)
+    def row(i, _):
+        values = load_row(builder, at(builder, x, i, SCALE_GROUP * 4))
+        values = [
+            builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)
+        ]
+        place, scale = (
+            builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride))
+        )
+        _quantize(builder, values, kind, place, scale)
 
-        def row(i, _):
-            values = load_row(builder, at(builder, x, i, SCALE_GROUP * 4))
-            values = [
-                builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)
-            ]
-            place, scale = (
-                builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride))
-            )
-            _quantize(builder, values, kind, place, scale)
-
-        repeat(builder, count, row)
-        return context.get_dummy_value()
-
-    return types.void(like, *[types.intp] * 8), codegen
+    repeat(builder, count, row)
 
 
-@intrinsic
-def quantize_part(typingctx, like, x, count, target, scales):
+@emits_by_dtype(4)
+def quantize_part(builder, dtype, x, count, target, scales):
     """Quantize `count` values, and zeros that fill the group."""
+    kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
+    load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
+    counts = broadcast(builder, builder.trunc(count, I32))
+    values = []
+    for i, place in enumerate(_vectors_at(builder, x)):
+        is_given = builder.icmp_signed("<", INTS(list(range(i * LANES, (i + 1) * LANES))), counts)
+        place = builder.inttoptr(place, FLOATS.as_pointer())
+        values.append(builder.call(load_some, [place, I32(4), is_given, FLOATS(None)]))
+    _quantize(builder, values, _whole_number(dtype), target, scales)
 
-    def codegen(context, builder, signature, args):
-        _, x, count, target, scales = args
-        kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
-        load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
-        counts = broadcast(builder, builder.trunc(count, I32))
-        values = []
-        for i, place in enumerate(_vectors_at(builder, x)):
-            is_given = builder.icmp_signed("<", INTS(list(range(i * LANES, (i + 1) * LANES))), counts)
-            place = builder.inttoptr(place, FLOATS.as_pointer())
-            values.append(builder.call(load_some, [place, I32(4), is_given, FLOATS(None)]))
-        _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
-        return context.get_dummy_value()
 
-    return types.void(like, types.intp, types.intp, types.intp, types.intp), codegen
+def _whole_number(dtype: str) -> ir.IntType:
+    return ir.IntType(8 * np.dtype(dtype).itemsize)
 
 
 def _vectors_at(builder, start):

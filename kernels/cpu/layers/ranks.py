@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from ..jit import kernel
 from ..simd.vector_ir import I32, I64, address, emits, float32_at
@@ -101,7 +100,7 @@ def share_rows(team, x, ranks):
         take_rows(team, x, ranks)
 
 
-@emits(types.int64(*[types.int64] * 8))
+@emits("int64", *["int64"] * 8)
 def call_allgather(
     builder, function, send, count, datatype, receive, receive_count, receive_type, communicator
 ):

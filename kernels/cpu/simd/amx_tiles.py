@@ -5,7 +5,6 @@ from 0, and so are the odd; their sum is added to C. Sums of int8 are exact.
 """
 
 from llvmlite import ir
-from numba import types
 
 from .tiles import CHUNK_BYTES, LINE_BYTES
 from .vector_ir import (
@@ -40,7 +39,7 @@ CONFIG_BYTES = 64
 A, B = 4, (5, 6)  # registers; 0 to 3 have C, by vectors of columns
 
 
-@emits(types.void(*[types.intp] * 6))
+@emits("void", *["intp"] * 6)
 def amx_bfloat16(builder, rows, a, lda, b, steps, c):
     """C (rows, OUT_TILE) += A @ B: addresses, a byte stride; steps of a pair of K."""
     blocks = builder.udiv(steps, I64(AMX_ROWS))
@@ -67,7 +66,7 @@ def amx_bfloat16(builder, rows, a, lda, b, steps, c):
     _call(builder, "tilerelease")
 
 
-@emits(types.void(*[types.intp] * 8))
+@emits("void", *["intp"] * 8)
 def amx_int8(builder, rows, a, lda, scales, lds, b, groups, c):
     """C (rows, OUT_TILE) += A @ B, as grouped_tiles.make_grouped_tile."""
     sums = _scratch(builder, BLOCK_BYTES)

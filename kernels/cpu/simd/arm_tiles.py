@@ -17,7 +17,6 @@ from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
 
 from .products import INT4, INT8, STEPS, BFloat, Grouped, to_floats
 from .targets import BFMLAL, SDOT, TARGET, USMMLA
@@ -109,7 +108,7 @@ PAIR_STEP = LONG_STEP if TARGET.bfloat16 == BFMLAL else WIDENED_STEP
 
 def lane_step(dtype) -> LaneStep:
     """Return the step by the dtype of the array that holds B."""
-    if dtype == types.uint16:
+    if dtype == "uint16":
         return PAIR_STEP
     step = STEPS[dtype]
     return LaneStep(4, FLOAT_QUAD, 4, partial(_multiply_floats, element=step.element), step.vector(QUAD))

@@ -1,7 +1,6 @@
 """Tiles of quantized weights: integers add up over a group of K, exactly, folded to float32 once a group."""
 
 from llvmlite import ir
-from numba import types
 
 from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
 from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
@@ -48,7 +47,7 @@ def make_grouped_tile(kind: Grouped):
     """
     code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind)
 
-    @emits(types.void(*[types.intp] * 11))
+    @emits("void", *["intp"] * 11)
     def tile(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         for_each_height(builder, code, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing)
 
@@ -187,7 +186,7 @@ def make_expand(kind: Grouped):
             return expand_lanes(builder, vectors, kind)
         return unpacked(builder, *vectors, kind)
 
-    @emits(types.void(types.intp, types.intp, types.intp))
+    @emits("void", "intp", "intp", "intp")
     def expand(builder, source, groups, target):
         def place(start, row, j: int, v: int):
             return at(builder, at(builder, start, row, ROW_BYTES), j * ROW_BYTES + v * VECTOR_BYTES)

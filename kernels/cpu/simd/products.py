@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
 
 from .targets import SDOT, TARGET, USMMLA, VDPBF16PS, VPDPBUSD, VPMADDUBSW, VPMADDWD
 from .vector_ir import (
@@ -109,9 +108,9 @@ PAIR_PARTS = (StepHalf(0, _as_it_lies, _vdpbf16ps),) if TARGET.bfloat16 == VDPBF
 HALF = ir.HalfType()
 # By the dtype of the array that holds B. Numba knows no float16 on a CPU: it lies as its bits, in int16.
 STEPS = {
-    types.float32: Step(4, (StepHalf(0, to_floats, _multiply_floats),)),
-    types.uint16: Step(4, PAIR_PARTS),
-    types.int16: Step(2, (StepHalf(0, partial(to_floats, element=HALF), _multiply_floats),), HALF),
+    "float32": Step(4, (StepHalf(0, to_floats, _multiply_floats),)),
+    "uint16": Step(4, PAIR_PARTS),
+    "int16": Step(2, (StepHalf(0, partial(to_floats, element=HALF), _multiply_floats),), HALF),
 }
 
 
@@ -247,12 +246,12 @@ def shorts_of(builder, vector):
     return shorts
 
 
-@emits(types.int16(types.float32))
+@emits("int16", "float32")
 def to_float16(builder, x):
     """Return the bits of the nearest float16, ties to even; NaN stays NaN, and beyond 65504 there is infinity."""
     return builder.bitcast(builder.fptrunc(x, HALF), I16)
 
 
-@emits(types.float32(types.int16))
+@emits("float32", "int16")
 def from_float16(builder, bits):
     return builder.fpext(builder.bitcast(bits, HALF), F32)

@@ -6,16 +6,36 @@ LLVM does not list an ARM CPU's features, but inlines no function that needs a f
 import ctypes
 import functools
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from llvmlite import binding
-from numba.core import config
 
 logger = logging.getLogger(__name__)
+OF_THE_CPU = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
 ARM_FEATURES = ("neon", "dotprod", "i8mm", "bf16")  # in LLVM's spelling
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What Numba is told of the CPU."""
+
+    cpu: str | None = None
+    features: str | None = None
+    enables_avx: bool = True
+
+
+def settings() -> Settings:
+    """Return NUMBA_* or its file's settings. Numba, which is slow to import, is asked if there may be any."""
+    if not (Path(".numba_config.yaml").is_file() or any(map(os.environ.__contains__, OF_THE_CPU))):
+        return Settings()
+    from numba.core import config
+
+    return Settings(config.CPU_NAME, config.CPU_FEATURES, bool(config.ENABLE_AVX))
 
 
 def has_feature(name: str) -> bool:
@@ -23,15 +43,16 @@ def has_feature(name: str) -> bool:
     if platform.machine() in ("aarch64", "arm64", "ARM64"):
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
-        features = config.CPU_FEATURES
+        features = settings().features
         if features is None:
             features = binding.get_host_cpu_features().flatten()
         return name in arm_features(binding.get_process_triple(), target_cpu(), features)
-    if config.CPU_FEATURES is not None:
-        is_there = f"+{name}" in config.CPU_FEATURES.split(",")
+    given = settings()
+    if given.features is not None:
+        is_there = f"+{name}" in given.features.split(",")
     else:
         is_there = binding.get_host_cpu_features().get(name, False)
-        is_there &= bool(config.ENABLE_AVX) or not name.startswith(("avx", "amx"))
+        is_there &= given.enables_avx or not name.startswith(("avx", "amx"))
     return is_there and (not name.startswith("amx") or may_use_amx())
 
 
@@ -48,7 +69,7 @@ def may_use_amx() -> bool:
 
 
 def target_cpu() -> str:
-    return config.CPU_NAME or binding.get_host_cpu_name()
+    return settings().cpu or binding.get_host_cpu_name()
 
 
 @functools.cache

@@ -9,9 +9,6 @@ of its numbers, as a byte of B is a number + 128. Numbers are int16, or int8 for
 planes.
 """
 
-from numba import types
-from numba.extending import intrinsic
-
 from .arm_tiles import lane_step, make_lane_code
 from .products import INTEGER_STEPS, STEPS, Step, shorts_of, strip_of
 from .targets import TARGET, VPDPBUSD
@@ -26,6 +23,7 @@ from .vector_ir import (
     ask_ahead,
     ask_row_ahead,
     at,
+    emits_by_dtype,
     load,
     load_to_lanes,
     multiply_add,
@@ -57,37 +55,28 @@ def make_tile(vectors: int, adds: bool = True):
     (bfloat16 pairs) or uint8 (an int8 KV cache). Each step prefetches `vectors` lines from `ahead`, `spacing` apart.
     """
 
-    @intrinsic
-    def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        def codegen(context, builder, signature, args):
-            _, rows, *places = args
-            for_each_height(builder, make_code(like.dtype, vectors, adds, vectors), rows, *places)
-            return context.get_dummy_value()
-
-        return types.void(like, *[types.intp] * 10), codegen
+    @emits_by_dtype(10)
+    def tile(builder, dtype, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+        code = make_code(dtype, vectors, adds, vectors)
+        for_each_height(builder, code, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing)
 
     return tile
 
 
-@intrinsic
-def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+@emits_by_dtype(11)
+def panel_tile(builder, dtype, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
     """Compute the first `vectors` vectors of a panel's columns."""
 
-    def codegen(context, builder, signature, args):
-        _, rows, vectors, *places = args
+    def take(width: int):
+        code = make_code(dtype, width, False, PANEL_VECTORS)
+        for_each_height(builder, code, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing)
 
-        def take(width: int):
-            for_each_height(builder, make_code(like.dtype, width, False, PANEL_VECTORS), rows, *places)
-
-        select(builder, vectors, PANEL_VECTORS, take)
-        return context.get_dummy_value()
-
-    return types.void(like, *[types.intp] * 11), codegen
+    select(builder, vectors, PANEL_VECTORS, take)
 
 
 def make_code(dtype, vectors: int, adds: bool, wide: int):
     """Return code(builder, rows, a, lda, ...), which emits a tile of the first `vectors` of `wide` vectors."""
-    if dtype == types.uint8:
+    if dtype == "uint8":
         return make_integer_code(vectors, adds, wide)
     if TARGET.is_neon:
         return make_lane_code(vectors, adds, wide, lane_step(dtype))

@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+
+from ..jit import Intrinsic
 
 F32, I64, I32, I16, I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))  # an address is I64
 LANES = 16
@@ -24,22 +24,51 @@ ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: a sum has the nearest whole nu
 ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
 
 
-def emits(signature):
-    """Return a decorator that makes an intrinsic of emit(builder, *arguments) -> value or None."""
+def emits(result: str, *arguments: str):
+    """Return a decorator that makes an intrinsic of emit(builder, *arguments) -> value or None.
+
+    Types by Numba's names: importing Numba takes a quarter of a start, and a kernel from disk needs none of it.
+    """
 
     def make(emit):
-        def codegen(context, builder, _, arguments):
-            value = emit(builder, *arguments)
+        def codegen(context, builder, _, values):
+            value = emit(builder, *values)
             return context.get_dummy_value() if value is None else value
 
         def typed(typingctx, *argument_types):
-            return signature, codegen
+            from numba import types
 
-        typed.__name__ = emit.__name__
-        typed.__signature__ = inspect.signature(emit)
-        return intrinsic(typed)
+            kinds = [getattr(types, name) for name in arguments]
+            return getattr(types, result)(*kinds), codegen
+
+        return _named_as(emit, typed)
 
     return make
+
+
+def emits_by_dtype(numbers: int):
+    """Return a decorator that makes an intrinsic(array, *numbers) of emit(builder, the array's dtype, *numbers)."""
+
+    def make(emit):
+        def typed(typingctx, like, *argument_types):
+            from numba import types
+
+            def codegen(context, builder, _, values):
+                emit(builder, str(like.dtype), *values[1:])
+                return context.get_dummy_value()
+
+            return types.void(like, *[types.intp] * numbers), codegen
+
+        return _named_as(emit, typed)
+
+    return make
+
+
+def _named_as(emit, typed) -> Intrinsic:
+    typed.__name__ = emit.__name__
+    typed.__doc__ = emit.__doc__
+    typed.__signature__ = inspect.signature(emit)
+    return Intrinsic(typed)
 
 
 def declare(builder, name: str, result, arguments):
@@ -127,7 +156,7 @@ def repeat(builder, count, body, initial=()):
 
 
 def make_reduction(start: float, combine, combine_lanes):
-    @emits(types.float32(types.intp, types.intp))
+    @emits("float32", "intp", "intp")
     def reduce(builder, x, vectors):
         def step(i, accumulators):
             vector = load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS)
@@ -175,8 +204,10 @@ sum_squares_lanes = make_reduction(0.0, _add_square, add)
 max_lanes = make_reduction(float("-inf"), maximum, maximum)
 
 
-@intrinsic
+@Intrinsic
 def address(typingctx, array):
+    from numba import types
+
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return builder.ptrtoint(data, context.get_value_type(types.intp))
@@ -184,17 +215,20 @@ def address(typingctx, array):
     return types.intp(array), codegen
 
 
-def _make_view(dtype):
+def _make_view(dtype: str):
     """Return the intrinsic view(address, n): a 1-d array over n values.
 
     A slice would count references, in an atomic counter that threads share.
     """
-    array = types.Array(dtype, 1, "C")
 
-    @intrinsic
+    @Intrinsic
     def view(typingctx, address, n):
+        from numba import types
+
+        array = types.Array(getattr(types, dtype), 1, "C")
+
         def codegen(context, builder, signature, args):
-            data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())
+            data = builder.inttoptr(args[0], context.get_data_type(array.dtype).as_pointer())
             return array_at(context, builder, array, data, args[1])
 
         return array(types.intp, types.intp), codegen
@@ -204,7 +238,8 @@ def _make_view(dtype):
 
 def array_at(context, builder, kind, data, size):
     """Return an array of a type, without an owner, over `size` values at a pointer."""
-    from numba.np.arrayobj import populate_array  # a kernel from disk does without this slow import
+    from numba import types
+    from numba.np.arrayobj import populate_array
 
     result = context.make_array(kind)(context, builder)
     itemsize = context.get_constant(types.intp, kind.dtype.bitwidth // 8)
@@ -215,17 +250,16 @@ def array_at(context, builder, kind, data, size):
 
 
 float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
-    _make_view(dtype)
-    for dtype in (types.float32, types.uint8, types.int16, types.uint16, types.int32, types.uint32)
+    _make_view(dtype) for dtype in ("float32", "uint8", "int16", "uint16", "int32", "uint32")
 )
 
 
-@emits(types.float32(types.float32, types.float32, types.float32))
+@emits("float32", "float32", "float32", "float32")
 def fma(builder, x, y, z):
     return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), [x, y, z])
 
 
-@emits(types.void(types.intp))
+@emits("void", "intp")
 def expect_write(builder, address):
     """Prefetch the line at an address for writing."""
     prefetch(builder, address, to_write=True)
@@ -283,7 +317,7 @@ def make_rows(adds: bool):
     Addresses; count >= 1; y has no gaps and may be the target. Scales of 1 or biases of -0 change nothing.
     """
 
-    @emits(types.void(*[types.intp] * 6))
+    @emits("void", *["intp"] * 6)
     def rows(builder, target, stride, y, count, scales, biases):
         scales = load_row(builder, scales)
         biases = load_row(builder, biases)
@@ -307,7 +341,7 @@ def make_segments_sum(segments: int):
     Segments lie `spacing` bytes apart. count >= 1.
     """
 
-    @emits(types.void(*[types.intp] * 4))
+    @emits("void", *["intp"] * 4)
     def total(builder, y, spacing, count, scales):
         scales = load_row(builder, scales)
 

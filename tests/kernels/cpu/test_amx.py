@@ -14,7 +14,7 @@ from support.kernel_tools import (
     solo_team,
     unwritten,
 )
-from tinygpt.kernels.cpu import jit as jit_module
+from tinygpt.kernels.cpu import compiler
 from tinygpt.kernels.cpu.arrays import NO_FACTORS
 from tinygpt.kernels.cpu.dtypes import LEAST_AMX
 from tinygpt.kernels.cpu.jit import jit
@@ -103,7 +103,7 @@ def test_without_its_registers_amx_is_not_taken(monkeypatch, caplog, enabled, ex
     features = dict.fromkeys(("amx-bf16", "amx-int8", "avx512vnni"), True)
     monkeypatch.setattr(targets, "platform", SimpleNamespace(machine=lambda: "x86_64"))
     monkeypatch.setattr(targets, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(targets, "config", SimpleNamespace(CPU_FEATURES=None, ENABLE_AVX=enabled))
+    monkeypatch.setattr(targets, "settings", lambda: targets.Settings(enables_avx=enabled))
     monkeypatch.setattr(targets, "binding", SimpleNamespace(get_host_cpu_features=lambda: features))
     monkeypatch.setattr(targets, "may_use_amx", targets.may_use_amx.__wrapped__)
     assert targets.choose(targets.has_feature, "sapphirerapids").name == expected
@@ -116,8 +116,8 @@ def test_without_its_registers_amx_is_not_taken(monkeypatch, caplog, enabled, ex
 def test_a_process_that_is_refused_amx_loads_no_kernels_that_use_it(monkeypatch):
     known = set()
     for target in TARGETS:
-        monkeypatch.setattr(jit_module, "TARGET", target)
-        known.add(str(jit_module.build()))
+        monkeypatch.setattr(compiler, "TARGET", target)
+        known.add(str(compiler.build()))
     assert len(known) == len(TARGETS)
 
 

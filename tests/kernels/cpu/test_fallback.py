@@ -138,12 +138,12 @@ def probe(dtype: str, output: Path) -> None:
     else:
         whole = whole_logits(dtype)
         pieces = logits_in_pieces(dtype)
-        assembly = "".join(take_steps.inspect_asm().values())
+        assembly = "".join(take_steps.compiled.inspect_asm().values())
     wide = [register for register in ("ymm", "zmm") if register in assembly]
     np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
 
 
-PARTS = {PRODUCT: (products, linear), ATTENTION: (attended, attend)}
+PARTS = {PRODUCT: (products, linear.in_numba), ATTENTION: (attended, attend.compiled)}
 
 
 # In the tests.
@@ -154,6 +154,7 @@ def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.nda
     file = folder / f"{name}-{dtype}.npz"
     cpu_choice = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
     environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    environment["TINYGPT_KERNELS"] = "compile"
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     command = [sys.executable, __file__, dtype, str(file)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)

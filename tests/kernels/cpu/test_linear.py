@@ -26,12 +26,11 @@ from support.kernel_tools import (
     values_of,
 )
 from tinygpt.kernels.cpu.arrays import NO_FACTORS
-from tinygpt.kernels.cpu.dtypes import DTYPES, panel_count
+from tinygpt.kernels.cpu.dtypes import DTYPES, pack, panel_count
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, Linear, linear, linear_to_operand, quarters, whole
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
-from tinygpt.kernels.cpu.packing import pack_float32
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import SCALE_GROUP
 from tinygpt.kernels.cpu.workspace import new_operand
@@ -73,7 +72,7 @@ def test_pack_multiplies_by_the_factors(dtype):
 def test_pack_writes_the_panels_it_is_asked_for():
     weight = random_values(3 * OUT_TILE + 5, 7)
     panels = unwritten(4, 7, OUT_TILE)
-    pack_float32(weight, False, np.ones(7, np.float32), panels, 1, 3)
+    pack("float32", weight, False, np.ones(7, np.float32), [panels], 1, 3)
     same_bits(panels[1:3], packed(weight).panels[0, 1:3])
     assert np.isnan(panels[[0, 3]]).all()
 

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -289,7 +290,7 @@ def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
     (follower,) = team._shared.followers
     with nobody_wakes(team):
         tasks[0].run(team)
-        team._shared.set_task((take_steps, *tasks[1].arrays))
+        team._shared.set_task((take_steps, *tasks[1].arrays), team.leader)
         assert not join_step(follower.team)
         tasks[1].run(team)
         assert join_step(follower.team)
@@ -343,6 +344,7 @@ def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
             has_come[0].set()
             has_begun[1].wait(PATIENCE)  # it gives up while the next step begins
 
+    take_steps.bound = lambda *arguments: partial(take_steps, *arguments)
     for _ in range(2):
         team.run(take_steps, has_begun, has_come)
     wait_until_asleep(team)
