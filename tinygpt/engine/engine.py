@@ -86,13 +86,13 @@ class Engine:
             future.add_done_callback(self._on_done)
         self._post(partial(self._start, futures))
 
-    def submit_queued(self, future: RequestFuture) -> None:
-        """Run a request that counts against max_queue. Raise QueueFullError if there is no room for it."""
+    def submit_queued(self, futures: list[RequestFuture]) -> None:
+        """Run requests that count against max_queue. Raise QueueFullError if there is no room for all."""
         self.check_open()
         with self._lock:
-            self._check_room(len(future.request.sequences))
-            self.submit([future])
-            self._queued.add(future)  # last: after an interrupt none may count that never ends
+            self._check_room(sum(len(future.request.sequences) for future in futures))
+            self.submit(futures)
+            self._queued.update(futures)  # last: after an interrupt none may count that never ends
 
     def call(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which the engine's thread calls between two steps."""
@@ -211,7 +211,7 @@ class Engine:
         self._pending.update(running)  # before any can fail
         for future in running:
             future.request.when_finished(partial(self._finish, future))
-            self._steps.add(future.request.sequences)
+        self._steps.add([sequence for future in running for sequence in future.request.sequences])
 
     def _finish(self, future: RequestFuture) -> None:
         self._drop(future)

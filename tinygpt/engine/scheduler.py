@@ -4,7 +4,7 @@ Keys and values of a position depend on the tokens up to it alone, bit for bit: 
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -126,8 +126,10 @@ class Beginnings:
 
 
 class Scheduler:
-    """First come, first served. A sequence holds one slot of the KV cache from its first step to its last.
+    """A free slot goes to the caller that holds the fewest, of equals to the first that waits.
 
+    A sequence holds one slot of the KV cache from its first step to its last. For a caller without a slot, callers with
+    several lose some: such a sequence is computed again in its next slot, to the same bits.
     max_num_tokens: new tokens in a step, at least as many as running sequences. Longer prompts are cut into chunks.
     prepare_slot(sequence): called when a sequence has entered its slot.
     """
@@ -140,8 +142,8 @@ class Scheduler:
         prepare_slot: Callable[[Sequence], None] = no_op,
     ):
         self.max_num_tokens = max_num_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self._waiting: dict[object, deque[Sequence]] = {}  # by caller
+        self.running: list[Sequence] = []  # in order of arrival in their slots
         self.slots = slots
         self._copy_positions = copy_positions
         self._prepare_slot = prepare_slot
@@ -151,14 +153,21 @@ class Scheduler:
         self._beginnings: Beginnings | None = None  # of `running` as it is in this step
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue sequences. Beams of one search stay together: they wait for one another."""
-        self.waiting.extend(sequences)
+        """Queue the sequences of a caller. Beams of one search stay together: they wait for one another."""
+        caller = object()
+        for sequence in sequences:
+            sequence.caller = caller
+            self._waiting.setdefault(caller, deque()).append(sequence)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return list(itertools.chain.from_iterable(self._waiting.values()))
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step: decoding sequences first, then prompts in order of arrival."""
         self._beginnings = None
-        while self.waiting and self.slots.num_free:
-            self._admit(self.waiting.popleft())
+        while self._waiting and self._admit_next():
+            pass
         for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
             self._slide(sequence)
         chunks = [Chunk.of(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
@@ -173,8 +182,11 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+        queue = self._waiting.get(sequence.caller, ())
+        if sequence in queue:
+            queue.remove(sequence)
+            if not queue:
+                del self._waiting[sequence.caller]
         elif sequence in self.running:
             self._copy_to_followers(sequence)
             self.running.remove(sequence)
@@ -194,6 +206,45 @@ class Scheduler:
                     chunks.append(Chunk.of(sequence, count))
                     budget = budget - count
                     num_logits = num_logits - chunks[-1].num_prompt_logits
+
+    def _admit_next(self) -> bool:
+        """Give slots to the next sample or to all beams of a search. Return False if too few can be free."""
+        held = Counter(sequence.caller for sequence in self.running)
+        # Of one caller more than hold slots, at least one holds none.
+        callers = itertools.islice(self._waiting, len(held) + 1)
+        caller = min(callers, key=lambda caller: held[caller])
+        queue = self._waiting[caller]
+        count = queue[0].params.num_beams
+        if not held[caller]:
+            self._make_room(count - self.slots.num_free, held)
+        if count > self.slots.num_free:
+            return False
+        for _ in range(count):
+            self._admit(queue.popleft())
+        if not queue:
+            del self._waiting[caller]
+        return True
+
+    def _make_room(self, count: int, held: Counter[object]) -> None:
+        """Pause `count` sequences, if so many can be: the shortest of callers that hold most, never their last."""
+        paused: list[Sequence] = []
+        while len(paused) < count:
+            surplus = [s for s in self.running if held[s.caller] > 1 and s.can_pause and s not in paused]
+            if not surplus:
+                return
+            paused.append(max(reversed(surplus), key=lambda s: (held[s.caller], -len(s))))
+            held[paused[-1].caller] -= 1
+        for sequence in paused:
+            self._pause(sequence)
+
+    def _pause(self, sequence: Sequence) -> None:
+        followers = self._copy_to_followers(sequence)
+        sequence.leave()
+        self.remove(sequence)
+        self._waiting.setdefault(sequence.caller, deque()).appendleft(sequence)
+        self._beginnings = None
+        for follower in followers:
+            self._copy_longest_prefix(follower)
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))

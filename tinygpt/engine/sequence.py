@@ -72,9 +72,10 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    caller: object = None  # which shares its slots
     slot: int | None = None  # of the KV cache, while it runs
     num_cached: int = 0  # positions in that slot
-    num_reused: int = 0  # of these, computed by other sequences
+    num_reused: int = 0  # of these, computed by other sequences before its first token
     num_dropped: int = 0  # tokens that have left the window
     has_finite_logits: bool = False  # after the cached positions: so the positions are finite, too
     scheduled_time: float | None = None
@@ -138,6 +139,11 @@ class Sequence:
         return not (self.beams is None and self.captures is None and self.sample.window is None)
 
     @property
+    def can_pause(self) -> bool:
+        """Whether it can be computed again, unseen: beams run together, and functions of edits may count calls."""
+        return self.beams is None and all(edit.function is None for edit in self.params.edits or ())
+
+    @property
     def has_to_slide(self) -> bool:
         return self.sample.window is not None and self.sample.window.num_dropped(len(self)) > self.num_dropped
 
@@ -159,14 +165,24 @@ class Sequence:
     # Its place in the KV cache.
 
     def enter(self, slot: int, num_cached: int) -> None:
-        self.scheduled_time = time.perf_counter()
+        self.scheduled_time = self.scheduled_time or time.perf_counter()
         self.slot = slot
-        self.num_cached = num_cached
-        self.num_reused = num_cached
+        self.reuse(num_cached)
 
     def reuse(self, stop: int) -> None:
-        self.num_reused += stop - self.num_cached
+        if not self.new_token_ids:
+            self.num_reused += stop - self.num_cached
         self.num_cached = stop
+
+    def leave(self) -> None:
+        """Forget what was computed, but for tokens."""
+        self.num_cached, self.has_finite_logits = 0, False
+        if not self.new_token_ids:
+            self.num_reused = 0
+        if self.captures is not None:
+            self.captures.rows.clear()
+        if self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete:
+            self.prompt_logprobs.found.clear()
 
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""

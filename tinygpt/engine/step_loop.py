@@ -52,6 +52,7 @@ class StepLoop:
         self.sampler.backend = runner.backend
 
     def add(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of a caller."""
         self._timed.update(sequence for sequence in sequences if sequence.sample.deadline is not None)
         self.scheduler.add(*sequences)
 

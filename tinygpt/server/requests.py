@@ -243,13 +243,13 @@ class RunningRequest:
             yield from (after - before for before, after in pairwise(times))
 
     def _submit(self, requests: Requests, stream: bool) -> None:
-        for i, (prompt, params) in enumerate(requests):
-            future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
-            self.futures.append(future)
-            if stream:
-                future.add_done_callback(partial(self._post_end, i))
-            if self._is_cancelled:  # meanwhile, in the loop
-                self.end()
+        posts = [partial(self._post, i) if stream else None for i in range(len(requests))]
+        calls = [(*request, post) for request, post in zip(requests, posts, strict=True)]
+        self.futures = self._llm._submit_all(calls)
+        for i, future in enumerate(self.futures if stream else ()):
+            future.add_done_callback(partial(self._post_end, i))
+        if self._is_cancelled:  # meanwhile, in the loop
+            self.end()
 
     def _post(self, i: int, chunk: StreamChunk) -> None:
         """Called by the engine's thread."""
