@@ -1,7 +1,7 @@
 """LLM: from prompts to text."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -276,16 +276,9 @@ class LLM(Front[RequestFuture], LookMethods):
     def _submit(
         self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None
     ) -> RequestFuture:
-        (future,) = self._submit_all([(prompt, params, on_chunk)])
+        future = RequestFuture(self._single_request(prompt, params, on_chunk))
+        self.engine.submit_queued([future])
         return future
-
-    def _submit_all(
-        self, calls: Iterable[tuple[PromptType, SamplingParams | None, OnChunk | None]]
-    ) -> list[RequestFuture]:
-        """Submit the requests of a caller, which share its slots: all, or none."""
-        futures = [RequestFuture(self._single_request(*call)) for call in calls]
-        self.engine.submit_queued(futures)
-        return futures
 
     def _stream(self, prompt: PromptType, params: SamplingParams | None) -> Iterator[StreamChunk]:
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()

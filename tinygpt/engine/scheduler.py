@@ -208,43 +208,31 @@ class Scheduler:
                     num_logits = num_logits - chunks[-1].num_prompt_logits
 
     def _admit_next(self) -> bool:
-        """Give slots to the next sample or to all beams of a search. Return False if too few can be free."""
+        """Give slots to a sample, or to all beams of a search, or make room. Return False if neither is possible."""
         held = Counter(sequence.caller for sequence in self.running)
-        # Of one caller more than hold slots, at least one holds none.
-        callers = itertools.islice(self._waiting, len(held) + 1)
+        callers = itertools.islice(self._waiting, len(held) + 1)  # of these, one at least holds none
         caller = min(callers, key=lambda caller: held[caller])
         queue = self._waiting[caller]
         count = queue[0].params.num_beams
-        if not held[caller]:
-            self._make_room(count - self.slots.num_free, held)
         if count > self.slots.num_free:
-            return False
+            return not held[caller] and self._pause_one(held)
         for _ in range(count):
             self._admit(queue.popleft())
         if not queue:
             del self._waiting[caller]
         return True
 
-    def _make_room(self, count: int, held: Counter[object]) -> None:
-        """Pause `count` sequences, if so many can be: the shortest of callers that hold most, never their last."""
-        paused: list[Sequence] = []
-        while len(paused) < count:
-            surplus = [s for s in self.running if held[s.caller] > 1 and s.can_pause and s not in paused]
-            if not surplus:
-                return
-            paused.append(max(reversed(surplus), key=lambda s: (held[s.caller], -len(s))))
-            held[paused[-1].caller] -= 1
-        for sequence in paused:
-            self._pause(sequence)
-
-    def _pause(self, sequence: Sequence) -> None:
-        followers = self._copy_to_followers(sequence)
-        sequence.leave()
-        self.remove(sequence)
-        self._waiting.setdefault(sequence.caller, deque()).appendleft(sequence)
-        self._beginnings = None
-        for follower in followers:
-            self._copy_longest_prefix(follower)
+    def _pause_one(self, held: Counter[object]) -> bool:
+        """Take the slot of the caller's shortest sequence that holds most. Return False if none holds several."""
+        followed = {other for other, _ in self._prefix_sources.values()}
+        surplus = [s for s in self.running if held[s.caller] > 1 and s.can_pause and s not in followed]
+        if surplus:
+            paused = max(reversed(surplus), key=lambda s: (held[s.caller], -len(s)))
+            paused.leave()
+            self.remove(paused)
+            self._waiting.setdefault(paused.caller, deque()).appendleft(paused)
+            self._beginnings = None
+        return bool(surplus)
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))

@@ -243,10 +243,13 @@ class RunningRequest:
             yield from (after - before for before, after in pairwise(times))
 
     def _submit(self, requests: Requests, stream: bool) -> None:
-        posts = [partial(self._post, i) if stream else None for i in range(len(requests))]
-        calls = [(*request, post) for request, post in zip(requests, posts, strict=True)]
-        self.futures = self._llm._submit_all(calls)
-        for i, future in enumerate(self.futures if stream else ()):
+        futures = []
+        for i, request in enumerate(requests):
+            on_chunk = partial(self._post, i) if stream else None
+            futures.append(RequestFuture(self._llm._single_request(*request, on_chunk)))
+        self._llm.engine.submit_queued(futures)
+        self.futures = futures
+        for i, future in enumerate(futures if stream else ()):
             future.add_done_callback(partial(self._post_end, i))
         if self._is_cancelled:  # meanwhile, in the loop
             self.end()
