@@ -2,9 +2,10 @@
 
 import itertools
 import re
+from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinygpt.engine import scheduler as scheduling
@@ -269,17 +270,19 @@ def test_a_conversation_goes_on_in_its_slot_without_a_copy():
     arrivals=st.lists(st.integers(0, 10), min_size=12, max_size=12),
     removals=st.dictionaries(st.integers(0, 20), st.integers(0, 11)),
 )
+@example(2, 0, 0, [(20, 6, 7)] * 9, [0] * 5 + [1, 2, 2, 3] + [4] * 3, {})
 def test_any_load(slots, kept, spare, shapes, arrivals, removals):
     budget = slots + spare
     sequences = [new_sequence(*shape) for shape in shapes]
-    coming = sorted(zip(arrivals, range(len(sequences)), sequences, strict=False))
-    sequences = [sequence for _, _, sequence in coming]
+    arrivals = dict(zip(sequences, arrivals, strict=False))
+    coming = sorted({*arrivals.values()})
     scheduler = scheduler_of(slots=slots, tokens=budget, kept=kept)
     started = []
     removed, step = set(), 0
     while coming or scheduler.waiting or scheduler.running:
-        while coming and coming[0][0] <= step:
-            scheduler.add(coming.pop(0)[-1])
+        if step in coming:
+            coming.remove(step)
+            scheduler.add(*(s for s in sequences if arrivals[s] == step))  # of a caller
         chunks = scheduler.schedule()
         running = list(scheduler.running)
         check_rows(scheduler, slots, kept)
@@ -298,12 +301,98 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
             removed.add(id(gone))
             scheduler.remove(gone)
             assert gone not in (*scheduler.waiting, *scheduler.running)
-    assert started == [s for s in sequences if s in started]  # in the order in which they came
+    callers = [*dict.fromkeys(arrivals[s] for s in started)]
+    assert callers == sorted(callers)  # each began in the order in which they came
     for s in sequences:
         assert s.slot is None
         assert s.finish_reason == "length" or id(s) in removed
         if s.finish_reason:
             assert (len(s.new_token_ids), s.num_cached) == (s.params.max_tokens, len(s) - 1)
+
+
+def search(num_beams: int, max_tokens: int) -> list[Sequence]:
+    params = SamplingParams(max_tokens=max_tokens, num_beams=num_beams)
+    sample = Sample([next(FRESH)] * 3, params, 0, frozenset({EOS}))
+    return [Sequence(sample, i, beams=object()) for i in range(num_beams)]
+
+
+def callers_of(scheduler: Scheduler) -> list[int]:
+    """How many slots each caller has."""
+    return [*Counter(s.caller for s in scheduler.running).values()]
+
+
+def test_a_lone_caller_has_all_slots_and_late_ones_get_theirs_at_once():
+    scheduler = scheduler_of(slots=32)
+    groups = [[new_sequence(6, 9, begin) for _ in range(n)] for begin, n in ((5, 128), (6, 16), (7, 32))]
+    scheduler.add(*groups[0])
+    run_step(scheduler)
+    assert callers_of(scheduler) == [32]
+    scheduler.add(*groups[1])
+    scheduler.add(*groups[2])
+    late = [new_sequence(3) for _ in range(8)]
+    for sequence in late:
+        scheduler.add(sequence)
+    assert {*late} <= {sequence for sequence, _ in run_step(scheduler)}
+    assert callers_of(scheduler) == [22, *[1] * 10]
+    finish(scheduler)
+    assert {len(s.new_token_ids) for s in sum(groups, [])} == {9}
+
+
+def test_a_free_slot_is_the_callers_that_has_the_fewest():
+    scheduler = scheduler_of(slots=4)
+    for count in (5, 9):
+        scheduler.add(*(new_sequence(2, max_tokens=3) for _ in range(count)))
+    assert [callers_of(scheduler) for _ in range(6) if run_step(scheduler)][3] == [2, 2]
+
+
+def test_the_shortest_makes_room_and_goes_on_to_the_same_tokens():
+    scheduler = scheduler_of(slots=3, kept=1)
+    several = [new_sequence(20 + n, 6) for n in (0, 1, 2, 3)]
+    scheduler.add(*several)
+    run_step(scheduler)
+    scheduler.add(new_sequence(3, 1))
+    run_step(scheduler)
+    assert (several[0].slot, several[0].num_cached, scheduler.waiting[0]) == (None, 0, several[0])
+    finish(scheduler)
+    assert [(len(s.new_token_ids), s.num_reused) for s in several] == [(6, 0)] * 4
+
+
+def test_others_that_never_cease_starve_nothing():
+    scheduler = scheduler_of(slots=2)
+    several = [new_sequence(5, 4) for _ in range(6)]
+    scheduler.add(*several)
+    for _ in range(60):
+        scheduler.add(new_sequence(2, 2))
+        run_step(scheduler)
+    assert all(s.is_finished for s in several)
+
+
+def test_beams_enter_together_and_are_not_interrupted():
+    scheduler = scheduler_of(slots=4)
+    several, beams, late = [new_sequence(4, 9) for _ in range(6)], search(3, 5), new_sequence(2)
+    scheduler.add(*several)
+    run_step(scheduler)
+    scheduler.add(*beams)
+    scheduler.add(late)
+    run_step(scheduler)
+    assert scheduler.running == [several[0], *beams]
+    assert scheduler.waiting[0] is late
+    while not late.is_finished:
+        run_step(scheduler)
+    assert beams[0].is_finished
+    finish(scheduler)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_prompts_log_probabilities_are_read_again(first):
+    scheduler = scheduler_of(slots=2, tokens=10)
+    long, wanting = new_sequence(50), asked(30, first)
+    scheduler.add(long, wanting)
+    wanting.prompt_logprobs.found.append({})
+    scheduler.schedule()
+    scheduler.add(new_sequence(1))
+    scheduler.schedule()
+    assert (wanting.slot, wanting.prompt_logprobs.found) == (None, [])
 
 
 def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
