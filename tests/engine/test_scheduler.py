@@ -335,7 +335,7 @@ def test_a_lone_caller_has_all_slots_and_late_ones_get_theirs_at_once():
     assert {*late} <= {sequence for sequence, _ in run_step(scheduler)}
     assert callers_of(scheduler) == [22, *[1] * 10]
     finish(scheduler)
-    assert {len(s.new_token_ids) for s in sum(groups, [])} == {9}
+    assert {len(s.new_token_ids) for group in groups for s in group} == {9}
 
 
 def test_a_free_slot_is_the_callers_that_has_the_fewest():
