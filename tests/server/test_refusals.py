@@ -130,7 +130,7 @@ def test_a_full_queue_says_when_to_come_again():
 
 def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
     with served(llm) as server:
-        monkeypatch.setattr(llm, "submit", lambda *_: 1 / 0)
+        monkeypatch.setattr(llm, "_single_request", lambda *_: 1 / 0)
         reply = server.complete(prompt="secret", max_tokens=1)
         assert (reply.status, reply.error["type"]) == (500, "server_error")
         assert b"ZeroDivision" not in reply.body
