@@ -1,8 +1,7 @@
 """Compile the kernels that the package ships: python scripts/build_kernels.py [--check]
 
-Writes an archive for each target to kernels/cpu/objects, and a manifest. No kernel runs, so that any machine builds all
-targets, and the same versions of Python, Numba and LLVM make the same bytes. --check compiles two dtypes for this CPU,
-compares them with the archive, and writes nothing.
+Any machine builds all targets, and the same versions of Python, Numba and LLVM make the same bytes. --check compares
+two dtypes for this CPU with the archive.
 """
 
 import argparse
@@ -166,7 +165,6 @@ def write_objects(objects: dict[str, bytes]) -> bytes:
 
 
 def compile_all(file: Path, row: Build, dtype: str) -> None:
-    """Compile every kernel that a dtype's usual requests call, and write them to a file."""
     from llvmlite import binding
 
     binding.initialize_all_targets()
@@ -193,7 +191,6 @@ def compile_all(file: Path, row: Build, dtype: str) -> None:
 
 
 def call_kernels(dtype: str) -> None:
-    """Call the kernels of loading, of a step and of choosing tokens."""
     import numpy as np
 
     from tinygpt.kernels import cpu

@@ -13,13 +13,13 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 314_300,
+    "tokens": 314_800,
     "tokens for 100 lines": 962,
     "modules": 201,
     "modules under 60 lines": 1,
-    "tokens of tests": 325_100,
+    "tokens of tests": 326_300,
     "tokens for 100 lines of tests": 1_081,
-    "lines of READMEs": 1_305,
+    "lines of READMEs": 1_308,
     "words of prose for 100 lines of code": 138,
     "modules that `generate` imports": 90,
     "kB of object code": 1_050,
