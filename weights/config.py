@@ -168,6 +168,7 @@ STRUCTURE = _NAMES[_NAMES.index("norm_placement") :]
 EMBEDDING = "wte.weight"
 POSITIONS = "wpe.weight"
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"  # of some models in files, folded into others at loading
 
 
 def is_transposed(name: str) -> bool:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import Checkpoint
-from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
+from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
 from .errors import CheckpointError, listed, of_any_layer
-from .families.family import Family, NamedTensor, Source, TensorRule, matches
+from .families.family import Family, NamedTensor, Source, TensorRule, is_description, matches
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor
@@ -32,14 +32,16 @@ BY_FORMAT: dict[str, tuple[str, ...]] = {
     "TensorFlow bundle": ("gpt2.OPENAI",),
     "FasterTransformer folder": ("fastertransformer.BLOOM", "fastertransformer.FAMILY"),
 }
+# Of programs in torch, the narrower ones first.
+PROGRAMS = ("NANOGPT", "BUILD_NANOGPT", "MINGPT", "LLMS_FROM_SCRATCH", "LECTURE")
 
 
 def _has_megatrons_names(source: Source) -> bool:
     return any("embedding." in name or ".deepspeed_moe." in name for name in source.container.tensors)
 
 
-def _may_be_karpathys(source: Source) -> bool:
-    """Return whether nanoGPT or minGPT may have written it: no config.json says another model_type."""
+def _may_be_in_torch(source: Source) -> bool:
+    """Return whether another program in torch may have written it: no config.json says another model_type."""
     return source.model_type is None or "model_args" in source.container.metadata
 
 
@@ -47,7 +49,7 @@ def _may_be_karpathys(source: Source) -> bool:
 # source, which may be true of other families too; a family's own `detect` decides.
 OTHERS: tuple[tuple[Callable[[Source], bool], tuple[str, ...]], ...] = (
     (_has_megatrons_names, ("megatron.WITH_EXPERTS", "megatron.FAMILY")),
-    (_may_be_karpathys, ("nanogpt.NANOGPT", "nanogpt.MINGPT")),
+    (_may_be_in_torch, tuple(f"programs.{name}" for name in PROGRAMS)),
     (lambda source: True, ("gpt2.FAMILY",)),
 )
 
@@ -55,6 +57,11 @@ OTHERS: tuple[tuple[Callable[[Source], bool], tuple[str, ...]], ...] = (
 def family_of(source: Source) -> Family:
     """Raise CheckpointError if the source has no family's names and layout."""
     format = source.container.format
+    names = source.json(TENSOR_NAMES)
+    if names and is_description(names):
+        from .families.programs import of_user
+
+        return of_user(source, names)
     for place in BY_FORMAT[format] if format in BY_FORMAT else _candidates(source):
         module, name = place.split(".")
         family = getattr(import_module(f".families.{module}", __package__), name)
@@ -66,7 +73,10 @@ def family_of(source: Source) -> Family:
         model_type = model_type_of(source.config_json)  # raises CheckpointError
         if format not in BY_FORMAT:
             return model_type.family
-    raise source.error(f"holds {format} of no model that is implemented, and no config.json lies beside it.")
+    raise source.error(
+        f"holds {format} of no model that is implemented, and no config.json lies beside it. If it is a GPT-2 by other "
+        f"names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names` may propose."
+    )
 
 
 def _candidates(source: Source) -> Iterator[str]:
@@ -75,7 +85,7 @@ def _candidates(source: Source) -> Iterator[str]:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raise one CheckpointError for all that is wrong."""
-    source = _renamed(Source(path, read_weights(path)))
+    source = by_own_names(Source(path, read_weights(path)))
     family = family_of(source)
     return match(source, family, family.config(source))
 
@@ -94,11 +104,11 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
             del rules[HEAD]
         elif not found.has(rules[EMBEDDING].sources):
             rules[EMBEDDING] = rules[HEAD]
-    shapes = parameter_shapes(config)
+    shapes = {**parameter_shapes(config), HEAD_BIAS: (config.vocab_size,)}
     problems = found.problems(rules, shapes, family.described_by)
     if any(problems.values()):
         raise CheckpointError(_explain(source.path, family, problems))
-    stored = {name: found.parameter(rule, shapes[name]) for name, rule in rules.items()}
+    stored = family.finish({name: found.parameter(rule, shapes[name]) for name, rule in rules.items()})
     return Checkpoint(
         path=source.path,
         container=source.container.format,
@@ -116,22 +126,27 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     )
 
 
-def _renamed(source: Source) -> Source:
-    """Return the source by the names that TENSOR_NAMES gives. Raise CheckpointError if they do not fit its tensors."""
+def by_own_names(source: Source) -> Source:
+    """Return the source by the names that a TENSOR_NAMES gives to the file's.
+
+    Raise CheckpointError if they do not fit its tensors.
+    """
     names = source.json(TENSOR_NAMES)
-    if names is None:
+    if not names or is_description(names):
         return source
-    tensors = {one: names.get(one, one) for one in source.container.tensors}
+    tensors = {
+        one: names.get(one, one) for one in source.container.tensors if names.get(one, one) is not None
+    }
     texts = [name for name in tensors.values() if isinstance(name, str)]
     wrong = {
-        "names tensors that the files lack": [name for name in names if name not in tensors],
+        "names tensors that the files lack": [name for name in names if name not in source.container.tensors],
         "gives no text for": [name for name, new in tensors.items() if not isinstance(new, str)],
         "gives one name to several": [name for name, count in Counter(texts).items() if count > 1],
     }
     problems = [f"{what}: {listed(found)}" for what, found in wrong.items() if found]
     if problems:
         raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
-    renamed = {tensors[name]: tensor for name, tensor in source.container.tensors.items()}
+    renamed = {new: source.container.tensors[name] for name, new in tensors.items()}
     return replace(source, container=replace(source.container, tensors=renamed))
 
 

@@ -214,13 +214,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a file, or of files that belong together. archive_members: NeMo's other files."""
+    """The content of a file, or of files that belong together.
+
+    archive_members: NeMo's other files. dicts: of a training checkpoint, the dictionary of each tensor.
+    """
 
     format: str
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     archive_members: Mapping[str, Any] = field(default_factory=dict)
     rank_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dicts: Mapping[str, str] = field(default_factory=dict)
     graph: Any = None
 
 

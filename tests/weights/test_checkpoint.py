@@ -214,7 +214,7 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(write_checkpoint(tmp_path, tensors))
     _, *lines, of_names, advice = str(error.value).splitlines()
-    assert "tensor_names.json may map them" in of_names
+    assert "tensor_names.json may give them" in of_names
     assert sorted(lines) == [
         "  misshapen: h.0.attn.c_attn.weight is (8, 8) and config.json asks for (8, 24)",
         "  missing: h.1.ln_1.weight; ln_f.bias",
@@ -347,7 +347,7 @@ def test_tensor_names_json_maps_other_names(tmp_path, is_linear):
     save_file({other_name(name): array for name, array in arrays.items()}, tmp_path / "model.safetensors")
     write_json(tmp_path / "config.json", {"n_head": 2} if is_linear else CONFIG)
     if not is_linear:
-        assert_refused(tmp_path, "unexpected: gpt/block0/", "tensor_names.json may map them")
+        assert_refused(tmp_path, "unexpected: gpt/block0/", "tensor_names.json may give them")
     names = {other_name(name): f"transformer.{name}" for name in TENSORS}
     write_json(tmp_path / "tensor_names.json", names)
     assert_holds(open_checkpoint(tmp_path), TENSORS)
@@ -355,7 +355,8 @@ def test_tensor_names_json_maps_other_names(tmp_path, is_linear):
 
 MISFITS = rows(r"""
 {"gpt/wtf": "wte.weight"} | names tensors that the files lack: gpt/wtf
-{"gpt/wpe/weight": null} | gives no text for: gpt/wpe/weight
+{"gpt/wpe/weight": 3} | gives no text for: gpt/wpe/weight
+{"gpt/wpe/weight": null} | missing: wpe.weight
 {"gpt/wpe/weight": "wte.weight"} | gives one name to several: wte.weight
 {"gpt/wpe/weight": "wqe.weight"} | missing: wpe.weight\n  unexpected: wqe.weight
 """)

@@ -155,13 +155,15 @@ def test_a_tensor_of_a_kind_that_cannot_be_read_is_not_lost(tmp_path, kind):
 
 
 def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
-    with pytest.raises(CheckpointError, match=r"wpe\.weight is \(6, 8\) and model_args asks for \(7, 8\)"):
+    with pytest.raises(
+        CheckpointError, match=r"wpe\.weight is \(6, 8\) and the checkpoint asks for \(7, 8\)"
+    ):
         open_nanogpt(tmp_path, block_size=7)
 
 
 def test_an_error_in_a_config_json_beside_is_not_laid_to_the_arguments(tmp_path):
     write_json(tmp_path / "config.json", {"activation_function": "odd"})
-    message = r"^model_args or config\.json cannot be used: activation_function is 'odd'"
+    message = r"^the checkpoint or config\.json cannot be used: activation_function is 'odd'"
     with pytest.raises(CheckpointError, match=message):
         open_nanogpt(tmp_path)
 

@@ -104,7 +104,7 @@ def describe(path: Path) -> dict[str, Any]:
     from ..weights.containers.formats import read_weights
     from ..weights.containers.safetensors import read_safetensors
     from ..weights.families.family import Source
-    from ..weights.matching import family_of, match
+    from ..weights.matching import by_own_names, family_of, match
     from ..weights.tensor import Container
 
     refused: list[str] = []
@@ -112,6 +112,7 @@ def describe(path: Path) -> dict[str, Any]:
     place = path / PACKED_FILE if (path / PACKED_FILE).exists() else path
     container = _attempt(unread, read_weights if place == path else read_safetensors, place)
     source = Source(path, container or Container("unreadable weights", {}))
+    source = _attempt(refused, by_own_names, source) or source
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
     # Unreadable files are of no family either.

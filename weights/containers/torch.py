@@ -247,11 +247,13 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
     """
     file, format, structure, storages = _open(path, has_stubs=True, part=part)
     found: dict[str, StridedView | Stub] = {}
+    dicts: dict[str, str] = {}
     length = 0  # of all names: a key may be part of many
-    for name, value in _flat(structure, (), count()):
+    for place, key, value in _flat(structure, (), count()):
+        name = ".".join([*place, key])
         if name in found:
             raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
-        found[name] = value
+        found[name], dicts[name] = value, ".".join(place)
         length += len(name)
         if length > len(file):
             raise CheckpointError(f"{path} has {len(file)} bytes and names of more: it is hostile.")
@@ -261,7 +263,8 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
         for name, stub in found.items()
         if isinstance(stub, Stub)
     }
-    return Container(format, {**_tensors(file, views, storages), **unreadable}, fields_of(structure))
+    tensors = {**_tensors(file, views, storages), **unreadable}
+    return Container(format, tensors, fields_of(structure), dicts=dicts)
 
 
 def _open(
@@ -278,19 +281,21 @@ def _open(
 
 def _flat(
     structure: dict, path: tuple[str, ...], visits: Iterator[int]
-) -> Iterator[tuple[str, StridedView | Stub]]:
-    """Yield the tensors in nested dictionaries, and Stubs of unreadable ones. A pickle may contain itself."""
+) -> Iterator[tuple[tuple[str, ...], str, StridedView | Stub]]:
+    """Yield the tensors in nested dictionaries, with the keys to them, and Stubs of unreadable ones.
+
+    A pickle may contain itself.
+    """
     for key, value in structure.items():
         if next(visits) > MAX_VISITS:
             raise CheckpointError(
                 "a torch file holds dictionaries in dictionaries without end: it is hostile."
             )
-        name = (*path, str(key))
         is_unreadable = isinstance(value, Stub) and UNREADABLE.search(value.name.rpartition(".")[2])
         if isinstance(value, StridedView) or is_unreadable:
-            yield ".".join(name), value
-        elif isinstance(value, dict) and len(name) < MAX_DEPTH:
-            yield from _flat(value, name, visits)
+            yield path, str(key), value
+        elif isinstance(value, dict) and len(path) < MAX_DEPTH - 1:
+            yield from _flat(value, (*path, str(key)), visits)
 
 
 def _tensors(

@@ -151,6 +151,9 @@ def rule_in_out(parameter: str, name: str) -> TensorRule:
 
 
 MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
+_IN_LAYER = "|".join(map(re.escape, MODULES))
+# A parameter or a module, as a description has it.
+OURS = re.compile(rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|\d{{1,5}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?")
 _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 
@@ -158,6 +161,13 @@ def split_name(parameter: str) -> tuple[str | None, str, str]:
     """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
     found = _PARAMETER.fullmatch(parameter)
     return found.groups() if found else (None, *parameter.rsplit(".", 1))
+
+
+def is_description(names: Mapping[str, Any]) -> bool:
+    """Return whether the keys are parameters of GPT-2, and not the values, by which a file's names are renamed."""
+    values = (value.removeprefix("transformer.") for value in names.values() if isinstance(value, str))
+    keys = (name for name, value in names.items() if value is not None)
+    return sum(map(bool, map(OURS.fullmatch, keys))) > sum(map(bool, map(OURS.fullmatch, values)))
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ class Family:
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
     ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
     out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of
-    a Checkpoint. layout: transformers'.
+    a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
     """
 
     name: str
@@ -215,6 +225,7 @@ class Family:
     tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None
     chat_options: Callable[[Source], Mapping[str, Any]] = lambda source: {}
     layout: Layout | None = None
+    finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda stored: stored
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})

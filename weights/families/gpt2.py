@@ -1,23 +1,24 @@
 """GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
+from ..errors import listed
 from ..files import TENSOR_NAMES
 from .family import (
     AS_IS,
     Family,
     Layout,
+    NamedTensor,
     Shapes,
     Source,
     TensorRule,
     Transform,
     checked_config,
     config_of_parts,
-    named_by,
     renamed,
     rule_in_out,
     written_config,
@@ -35,11 +36,13 @@ _CHECKS = {
 }
 # Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
+_LAST_WRAPPERS = re.compile(rf"(?<![^.]){_WRAPPERS.pattern}\Z")
+BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
 CAUSAL_MASK = r"h\.\d+\.attn\.(bias|masked_bias)"
 # Of fine-tuned models, next to the language model's head or instead of it.
 OTHER_HEAD = r"(multiple_choice_head|score|classifier|qa_outputs|v_head)\..*"
-IGNORED = (CAUSAL_MASK, OTHER_HEAD)
+IGNORED = (CAUSAL_MASK, OTHER_HEAD, f"{BESIDE}.*")
 
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -57,7 +60,38 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
     return fields.get("model_type", "gpt2") == "gpt2"
 
 
-named = partial(named_by, canonical_name)
+def named_in(
+    embedding: str, source: Source, has_wrappers: bool = True, within: str = ""
+) -> Iterable[NamedTensor]:
+    """Yield all tensors, by their names in the state dict that holds an embedding, under any key and any attribute.
+
+    Of other dictionaries, such as an optimizer's, they are BESIDE. within: the key of one of several, if it is there.
+    Raise CheckpointError for several.
+    """
+    tensors, dicts = source.container.tensors, source.container.dicts
+    found = [name for name in tensors if f".{name}".endswith(f".{embedding}")]
+    found = [name for name in found if within and dicts.get(name) == within] or found
+    if embedding in found and not has_wrappers:
+        found = [embedding]
+    places = {}
+    for name in found:
+        prefix = name.removesuffix(embedding)
+        places[_LAST_WRAPPERS.sub("", prefix) if has_wrappers else prefix, dicts.get(name)] = name
+    if len(places) > 1:
+        raise source.error(
+            f"holds several models, by {listed(list(places.values()))}: give the names of one in {TENSOR_NAMES}, as "
+            "`tinygpt info` lists them."
+        )
+    prefix, holder = next(iter(places), ("", None))
+    for name, tensor in tensors.items():
+        short = name.removeprefix(prefix)
+        is_beside = holder is not None and dicts.get(name) != holder
+        yield NamedTensor(
+            BESIDE + name if is_beside else canonical_name(short) if has_wrappers else short, name, tensor
+        )
+
+
+named = partial(named_in, EMBEDDING)
 
 
 def _rules(config: ModelConfig) -> dict[str, TensorRule]:
@@ -87,7 +121,7 @@ FAMILY = Family(
     rules=lambda source, config: _rules(config),
     named=named,
     ignored=IGNORED,
-    advice=f'If only names differ, {TENSOR_NAMES} may map them: {{"name in the file": "h.0.attn.c_attn.weight"}}.',
+    advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}.',
 )
 
 

@@ -1,0 +1,288 @@
+"""Checkpoints of other programs compute what the repository's own forward pass does, or a sentence says why not."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from support.recorded import MISSING
+from support.tiny_checkpoint import assert_refused, write_json
+from tinygpt.cli import main as cli
+from tinygpt.kernels import reference
+from tinygpt.kernels.backend import Batch
+from tinygpt.weights.open import open_checkpoint
+
+torch = pytest.importorskip("torch", reason=MISSING)
+from support.torch_programs import C, H, L, Lecture, Nano, OfTorch, Scratch, T, V, made  # noqa: E402
+
+IDS = [3, 1, 4, 1, 5]
+
+
+@dataclasses.dataclass
+class GPTConfig:  # build-nanogpt's
+    block_size: int = T
+    vocab_size: int = V
+    n_layer: int = L
+    n_head: int = H
+    n_embd: int = C
+
+
+@dataclasses.dataclass
+class OtherConfig:
+    seq_length: int = T
+    num_layers: int = L
+    num_heads: int = H
+    dim_embedding: int = C
+
+
+def assert_computes(path, model):
+    """Compare the logits with the model's own."""
+    checkpoint = open_checkpoint(path)
+    params = reference.load_params(checkpoint)
+    cache = reference.new_kv_cache(checkpoint.config, 1, len(IDS))
+    workspace = reference.new_workspace(checkpoint.config, len(IDS), len(IDS))
+    found = np.array(reference.forward(params, Batch.of([IDS], [0], [0], "all"), cache, workspace))
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS]))[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
+    return checkpoint
+
+
+def beside(model, key, **others):
+    """A training checkpoint: the state dict under a key, next to an optimizer that has taken a step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([IDS])).sum().backward()
+    optimizer.step()
+    return {key: model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "step": 5, **others}
+
+
+def prefixed(model, prefix):
+    return {prefix + name: tensor for name, tensor in model.state_dict().items()}
+
+
+NANO_ARGS = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C, "dropout": 0.0}
+HYPER = {"hyper_parameters": {"cfg": {"n_head": H}, "lr": 1.0}, "global_step": 3}
+MIXED = {"bias": False, "norm_bias": True}
+# By kind: the model, what is saved of it, config.json if it needs one, and the family.
+KINDS = {
+    "LLMs-from-scratch": (Scratch, lambda m: m.state_dict(), {"n_head": H}, "LLMs-from-scratch"),
+    "its training checkpoint": (
+        lambda: Scratch(True),
+        lambda m: beside(m, "model_state_dict"),
+        {"n_head": H},
+        "LLMs-from-scratch",
+    ),
+    "lecture": (Lecture, lambda m: m.state_dict(), None, "Karpathy's lecture"),
+    "lecture in Lightning": (
+        Lecture,
+        lambda m: {"state_dict": prefixed(m, "gpt.")},
+        None,
+        "Karpathy's lecture",
+    ),
+    "nanoGPT": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: beside(m, "model", model_args={**NANO_ARGS, "bias": True}),
+        None,
+        "nanoGPT",
+    ),
+    "nanoGPT and its average": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: beside(m, "model", model_args=NANO_ARGS, ema=made(Nano()).state_dict()),
+        None,
+        "nanoGPT",
+    ),
+    "build-nanogpt": (
+        lambda: Nano(is_tied=True),
+        lambda m: beside(m, "model", config=GPTConfig()),
+        None,
+        "build-nanogpt",
+    ),
+    "minGPT, makemore": (Nano, lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
+    "Lightning": (Nano, lambda m: {"state_dict": prefixed(m, "net."), **HYPER}, None, "minGPT"),
+    "a compiled model": (
+        Nano,
+        lambda m: {"model_state": prefixed(m, "module._orig_mod."), "config": OtherConfig()},
+        None,
+        "minGPT",
+    ),
+    "net": (Nano, lambda m: beside(m, "net", n_head=H), None, "minGPT"),
+    "ema": (
+        lambda: Nano(bias=False, norm_bias=False),
+        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": H}}},
+        None,
+        "minGPT",
+    ),
+    "norms with biases": (lambda: Nano(**MIXED), lambda m: beside(m, "model"), {"n_head": H}, "minGPT"),
+    "norms without": (lambda: Nano(norm_bias=False), lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_repository(tmp_path, kind):
+    make, saved, config, family = KINDS[kind]
+    model = made(make())
+    state = saved(model)
+    torch.save(state, tmp_path / "ckpt.pt")
+    if config:
+        write_json(tmp_path / "config.json", config)
+    assert assert_computes(tmp_path / "ckpt.pt", model).family == family
+
+
+# tensor_names.json.
+
+OF_TORCH = {
+    "wte": "tokens",
+    "wpe": "positions",
+    "h.*.ln_1": "layers.*.norm1",
+    "h.*.attn.c_attn.weight": "layers.*.attention.in_proj_weight",
+    "h.*.attn.c_attn.bias": "layers.*.attention.in_proj_bias",
+    "h.*.attn.c_proj": "layers.*.attention.out_proj",
+    "h.*.ln_2": "layers.*.norm2",
+    "h.*.mlp.c_fc": "layers.*.up",
+    "h.*.mlp.c_proj": "layers.*.down",
+    "ln_f": "norm",
+    "lm_head": "head",
+    "counts": None,
+}
+RELU = {"n_head": H, "activation_function": "relu"}
+
+
+def arrays_of(model):
+    return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+
+
+def write_named(folder, arrays, names, config=RELU):
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / "model.safetensors"
+    )
+    write_json(folder / "config.json", config)
+    write_json(folder / "tensor_names.json", names)
+    return folder
+
+
+def divided(arrays):
+    """Queries, keys and values as three matrices (in, out), as every matrix of the layers."""
+    found = {}
+    for name, array in arrays.items():
+        if ".attention.in_proj_" in name:
+            found |= {
+                name.replace("in_proj_", f"{m}."): part.T
+                for m, part in zip("qkv", np.split(array, 3), strict=True)
+            }
+        else:
+            found[name] = array.T if name.startswith("layers.") else array
+    return found
+
+
+THREE = {"names": ["layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"]}
+DIVIDED = {name: value for name, value in OF_TORCH.items() if ".c_attn." not in name} | {
+    "h.*.attn.c_attn": THREE
+}
+TURNED = {
+    "h.*.attn.c_attn": {**THREE, "transpose": True},
+    **{f"h.{layer}.mlp.c_fc": {"names": f"layers.{layer}.up", "transpose": True} for layer in range(L)},
+}
+NAMED = {
+    "one matrix": (arrays_of, OF_TORCH),
+    "three, whose shapes tell": (lambda model: divided(arrays_of(model)), DIVIDED),
+    "three, as it says": (lambda model: divided(arrays_of(model)), DIVIDED | TURNED),
+    "by parameter": (
+        arrays_of,
+        OF_TORCH | {"h.1.mlp.c_fc.weight": "layers.1.up.weight", "h.1.mlp.c_fc.bias": "layers.1.up.bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_file_by_the_names_that_tensor_names_json_gives(tmp_path, kind, capsys):
+    arrays, names = NAMED[kind]
+    model = made(OfTorch())
+    folder = write_named(tmp_path, arrays(model), names)
+    assert "counts" in assert_computes(folder, model).ignored
+    assert cli.main(["info", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["family"] == "GPT-2 of tensor_names.json"
+
+
+@pytest.mark.parametrize("key", ["", "net."])
+def test_a_training_checkpoint_by_such_names_with_the_key_or_without(tmp_path, key):
+    model = made(OfTorch())
+    torch.save(beside(model, "net", **{"lr": 3.0}), tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", RELU)
+    names = {ours: key + name if name else name for ours, name in OF_TORCH.items() if ours != "counts"}
+    write_json(tmp_path / "tensor_names.json", names | {f"{key}counts": None})
+    assert_computes(tmp_path / "ckpt.pt", model)
+
+
+SQUARE = {name: value for name, value in DIVIDED.items() if not name.startswith("h.*.mlp")} | {
+    "h.*.mlp.c_fc": THREE["names"][0],
+    "h.*.mlp.c_proj": THREE["names"][1],
+}
+MISNAMED = [
+    (OF_TORCH | {"counts": "h"}, "gives names for counts, which is no parameter"),
+    (OF_TORCH | {"wte": 3}, "gives 3: it must give a name, a list"),
+    (OF_TORCH | {"wte": {"names": ["tokens"], "axes": 0}}, "axes"),
+    (OF_TORCH | {"wte": None}, "holds no matrix wte.weight"),
+    (OF_TORCH | {"ln_f": None}, "described without ln_f.weight"),
+    ({name: value for name, value in OF_TORCH.items() if name != "counts"}, "unexpected: counts"),
+    (OF_TORCH | {"layers.*.up.bias": None}, "unexpected|does not hold"),
+    (OF_TORCH | {"h.1.ln_2": "layers.1.norm3"}, "missing: layers.1.norm3"),
+    (OF_TORCH | {"h.*.mlp.c_fc": {"names": "layers.*.up", "transpose": True}}, r"misshapen: layers.0.up.weight"),
+    (OF_TORCH | {f"x{i}": None for i in range(200)}, "201 patterns"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "sentence"), MISNAMED)
+def test_names_that_do_not_fit_are_refused(tmp_path, names, sentence):
+    assert_refused(write_named(tmp_path, arrays_of(made(OfTorch())), names), sentence)
+
+
+def test_square_matrices_are_not_guessed(tmp_path):
+    """Nothing but square matrices: each way round is another model of the same shapes."""
+    arrays = {
+        name: a[:C, :C] if "up.w" in name or "down.w" in name else a
+        for name, a in divided(arrays_of(made(OfTorch()))).items()
+    }
+    arrays |= {name: a[:C] for name, a in arrays.items() if "up.bias" in name}
+    folder = write_named(tmp_path, arrays, DIVIDED)
+    assert_refused(folder, 'no shape tells rows from columns, such as h.0.attn.c_attn.weight: write {"names"')
+    ways = {
+        name: {"names": value, "transpose": True} if isinstance(value, str) else {**value, "transpose": True}
+        for name, value in DIVIDED.items()
+        if ".c_" in name
+    }
+    assert open_checkpoint(write_named(tmp_path, arrays, DIVIDED | ways)).config.n_inner == C
+
+
+def without(state, name):
+    return {key: tensor for key, tensor in state.items() if key != name}
+
+
+BLOCK = "transformer.h.1"
+DAMAGED = [
+    (lambda m: {"net": m.state_dict(), "ema": m.state_dict()}, "several models, by net.transformer.wte.weight, ema.t"),
+    (lambda m: without(m.state_dict(), f"{BLOCK}.ln_2.weight"), "missing: h.1.ln_2.weight"),
+    (lambda m: without(m.state_dict(), f"{BLOCK}.mlp.c_fc.bias"), "missing: h.1.mlp.c_fc.bias"),
+    (lambda m: without(m.state_dict(), "transformer.ln_f.bias"), "missing: ln_f.bias"),
+    (lambda m: {**m.state_dict(), "transformer.h.7.ln_1.weight": torch.ones(C)}, "unexpected: transformer.h.7"),
+    (lambda m: {**m.state_dict(), f"{BLOCK}.attn.q_norm.weight": torch.ones(C)}, "unexpected: .*q_norm"),
+    (lambda m: {"model": m.state_dict(), "a": {"n_head": 2}, "b": {"num_heads": 4}}, "settings of 2, 4 heads: write"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "sentence"), DAMAGED)
+def test_a_state_dict_that_two_answers_fit_or_none_is_refused(tmp_path, saved, sentence):
+    torch.save(saved(made(Nano())), tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {} if "settings" in sentence else {"n_head": H})
+    assert_refused(tmp_path / "ckpt.pt", sentence)
+
+
+def test_a_last_norm_that_takes_no_bias_of_the_head_is_refused(tmp_path):
+    model = made(Lecture())
+    with torch.no_grad():
+        model.ln_f.weight[2] = 0
+    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="a head with a bias needs a last layer norm without weights of 0"):
+        open_checkpoint(tmp_path / "ckpt.pt").tensor("lm_head.weight")

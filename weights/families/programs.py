@@ -1,0 +1,186 @@
+"""GPT-2 of other programs in torch: training checkpoints and state dicts by their own names, in Linear layers.
+
+nanoGPT and build-nanogpt save settings with the model (karpathy/nanoGPT, train.py; karpathy/build-nanogpt,
+train_gpt2.py). minGPT and makemore save the state dict alone (karpathy/minGPT). In LLMs-from-scratch (rasbt,
+previous_chapters.py) queries, keys and values have a matrix each, and in Karpathy's lecture on GPT (ng-video-lecture,
+gpt.py) each head's have.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ..config import ModelConfig
+from ..containers.torch import fields_of, read_plain_pickle
+from ..errors import CheckpointError
+from ..files import TENSOR_NAMES
+from .described import Description, Model, settings_of, with_head_bias
+from .family import Family, Source, TensorRule, config_of_parts
+from .gpt2 import BESIDE, model_config
+
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
+# minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
+_MINGPT_HEADS = {
+    "gpt2": 12,
+    "openai-gpt": 12,
+    "gpt2-medium": 16,
+    "gpt2-large": 20,
+    "gpt2-xl": 25,
+    "gopher-44m": 16,
+    "gpt-mini": 6,
+    "gpt-micro": 4,
+    "gpt-nano": 3,
+}
+# transformers' names, in Linear layers; the masks are buffers.
+_GPT2 = {"h.*.attn.bias": None, "h.*.attn.masked_bias": None}
+_LLMS_FROM_SCRATCH = {
+    "wte": "tok_emb",
+    "wpe": "pos_emb",
+    "h.*.ln_1.weight": "trf_blocks.*.norm1.scale",
+    "h.*.ln_1.bias": "trf_blocks.*.norm1.shift",
+    "h.*.attn.c_attn": [f"trf_blocks.*.att.W_{matrix}" for matrix in ("query", "key", "value")],
+    "h.*.attn.c_proj": "trf_blocks.*.att.out_proj",
+    "h.*.ln_2.weight": "trf_blocks.*.norm2.scale",
+    "h.*.ln_2.bias": "trf_blocks.*.norm2.shift",
+    "h.*.mlp.c_fc": "trf_blocks.*.ff.layers.0",
+    "h.*.mlp.c_proj": "trf_blocks.*.ff.layers.2",
+    "ln_f.weight": "final_norm.scale",
+    "ln_f.bias": "final_norm.shift",
+    "lm_head": "out_head",
+    "trf_blocks.*.att.mask": None,
+}
+_LECTURE = {
+    "wte": "token_embedding_table",
+    "wpe": "position_embedding_table",
+    "h.*.ln_1": "blocks.*.ln1",
+    "h.*.attn.c_attn": [f"blocks.*.sa.heads.*.{matrix}" for matrix in ("query", "key", "value")],
+    "h.*.attn.c_proj": "blocks.*.sa.proj",
+    "h.*.ln_2": "blocks.*.ln2",
+    "h.*.mlp.c_fc": "blocks.*.ffwd.net.0",
+    "h.*.mlp.c_proj": "blocks.*.ffwd.net.2",
+    "blocks.*.sa.heads.*.tril": None,
+}
+
+
+def _arguments(source: Source) -> dict[str, Any]:
+    return fields_of(source.container.metadata.get("model_args"))
+
+
+def _has_settings(source: Source) -> bool:
+    """Return whether build-nanogpt's GPTConfig lies next to the model."""
+    return "block_size" in fields_of(source.container.metadata.get("config"))
+
+
+def described(
+    name: str,
+    names: Mapping[str, Any],
+    activation: str | None,
+    is_its: Callable[[Source], bool] = lambda source: True,
+    within: str = "",
+    is_tied: bool = False,
+    **fields: Any,
+) -> Family:
+    """Return the family of a description. activation: of the program, which its files do not say, or None."""
+    description = Description.of(names, **{"is_in_out": False, "has_wrappers": True, **fields})
+
+    def config(source: Source) -> ModelConfig:
+        if source.model_type == "gpt2" and activation is None:
+            return model_config(source.config_json or {}, source.json("generation_config.json"))
+        model = fields_of((source.config_json or {}).get("model"))  # minGPT's
+        guessed = {"n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))}
+        seen = Model(description, source, within).sizes()
+        seen |= {"tie_word_embeddings": True} if is_tied else {}
+        if activation is not None:
+            guessed["activation_function"] = activation
+        elif "activation_function" not in (source.config_json or {}):
+            raise source.error(
+                f"does not say its activation: write {source.folder / 'config.json'} with n_head and an "
+                'activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu".'
+            )
+        said = {name: value for name, value in settings_of(source).items() if name != "bias"}
+        return config_of_parts(source, "the checkpoint", guessed, seen, said)
+
+    def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
+        return Model(description, source, within).rules(config, settings_of(source).get("bias") is True)
+
+    def quirks(source: Source, config: ModelConfig) -> list[str]:
+        told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
+        return [told] if activation is not None else []
+
+    return Family(
+        name=name,
+        described_by="the checkpoint",
+        detect=lambda source: is_its(source) and _is_there(description, source, within),
+        config=config,
+        rules=rules,
+        named=partial(description.named, within=within),
+        ignored=(*description.left_out, f"{BESIDE}.*"),
+        quirks=quirks,
+        tokenizer=_tokenizer,
+        finish=with_head_bias,
+    )
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """Return the characters of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
+    data_set = fields_of(source.container.metadata.get("config")).get("dataset")
+    places = [source.folder / "meta.pkl"]
+    if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
+        places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        return None
+    characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
+    if not characters:
+        raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
+    return character_tokenizer(characters, str(path))
+
+
+def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
+    if any(
+        len(character) != 1 or type(token_id) is not int or token_id < 0
+        for character, token_id in ids.items()
+    ):
+        raise CheckpointError(f"{place} must give each character a whole number from 0.")
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": "[UNK]"},
+    }
+
+
+def _is_there(description: Description, source: Source, within: str) -> bool:
+    """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
+    model = Model(description, source, within)
+    names = model.names("h.0.attn.c_attn.weight")
+    if not all(name in model.tensors for name in names):
+        return False
+    shape = model.tensors[names[0]].shape
+    return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
+
+
+def of_user(source: Source, names: Mapping[str, Any]) -> Family:
+    """Return the family of a tensor_names.json. Raise CheckpointError if it is none."""
+    try:
+        return described(f"GPT-2 of {TENSOR_NAMES}", names, None, is_in_out=None, has_wrappers=False)
+    except ValueError as error:
+        wanted = 'a name, a list of names, {"names": [...], "axis": 0, "transpose": true} or null'
+        raise source.error(f"has a {TENSOR_NAMES} that gives {error}: it must give {wanted}.") from None
+
+
+NANOGPT = described("nanoGPT", _GPT2, "gelu", lambda source: bool(_arguments(source)), "model", is_tied=True)
+BUILD_NANOGPT = described("build-nanogpt", _GPT2, "gelu_new", _has_settings, "model", is_tied=True)
+MINGPT = described("minGPT", _GPT2, "gelu_new")
+LLMS_FROM_SCRATCH = described("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
+LECTURE = described("Karpathy's lecture", _LECTURE, "relu")
