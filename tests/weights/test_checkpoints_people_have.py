@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -286,3 +287,94 @@ def test_a_last_norm_that_takes_no_bias_of_the_head_is_refused(tmp_path):
     torch.save(model.state_dict(), tmp_path / "ckpt.pt")
     with pytest.raises(ValueError, match="a head with a bias needs a last layer norm without weights of 0"):
         open_checkpoint(tmp_path / "ckpt.pt").tensor("lm_head.weight")
+
+
+# What `tinygpt info --write-names` proposes.
+
+
+def bare(model):
+    return without(arrays_of(model), "counts")
+
+
+def in_out(arrays):
+    return {name: array.T if name.startswith("layers.") else array for name, array in arrays.items()}
+
+
+def renamed(arrays, *pairs):
+    for old, new in pairs:
+        arrays = {name.replace(old, new): array for name, array in arrays.items()}
+    return arrays
+
+
+PROPOSED = {
+    "torch's attention": (OfTorch, bare, "relu"),
+    "the same, (in, out)": (OfTorch, lambda m: in_out(bare(m)), "relu"),
+    "three matrices": (OfTorch, lambda m: without(divided(arrays_of(m)), "counts"), "relu"),
+    "scale and shift, a mask": (
+        lambda: Scratch(True),
+        lambda m: renamed(arrays_of(m), ("trf_", "my_")),
+        "gelu_new",
+    ),
+    "heads": (Lecture, lambda m: renamed(arrays_of(m), ("blocks", "units")), "relu"),
+    "a tied head": (
+        lambda: Nano(is_tied=True),
+        lambda m: renamed(
+            without(arrays_of(m), "lm_head.weight"), ("transformer.h.", "body."), ("ln_", "norm_")
+        ),
+        "gelu_new",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROPOSED)
+def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, capsys):
+    make, arrays, activation = PROPOSED[kind]
+    model = made(make())
+    folder = write_named(tmp_path, arrays(model), {}, {"n_head": H, "activation_function": activation})
+    (folder / "tensor_names.json").unlink()
+    assert cli.main(["info", str(folder), "--write-names"]) == 0
+    assert "compare it with the model's code" in capsys.readouterr().err
+    assert_computes(folder, model)
+    assert cli.main(["info", str(folder), "--write-names"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+UNDECIDED = {
+    "another tensor": (arrays_of, "counts"),
+    "norms of one name": (
+        lambda m: renamed(bare(m), ("norm1", "norm_a"), ("norm2", "norm_b")),
+        "the first norm",
+    ),
+    "two tables": (lambda m: renamed(bare(m), ("positions", "other")), "the positions"),
+    "a layer less": (lambda m: without(bare(m), "layers.1.up.weight"), "the layers, which differ"),
+    "torch's own layers": (
+        lambda m: renamed(bare(m), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2")),
+        "before or after",
+    ),
+    "an MLP without biases": (
+        lambda m: {n: a for n, a in without(divided(arrays_of(m)), "counts").items() if "up.bias" not in n},
+        "rows and columns",
+    ),
+    "an MLP of the width of c_attn": (
+        lambda m: {
+            n: a[: 3 * C] if "up." in n else a[:, : 3 * C] if "down." in n else a for n, a in bare(m).items()
+        },
+        "the MLP|attention",
+    ),
+    "matrices of one name": (
+        lambda m: renamed(without(divided(arrays_of(m)), "counts"), (".q.", ".a.")),
+        "queries, keys and values",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNDECIDED)
+def test_where_two_answers_are_left_none_is_written(tmp_path, kind, capsys):
+    arrays, what = UNDECIDED[kind]
+    folder = write_named(tmp_path, arrays(made(OfTorch())), {})
+    (folder / "tensor_names.json").unlink()
+    assert cli.main(["info", str(folder), "--write-names"]) == 2
+    said = capsys.readouterr().err
+    assert "shows no one answer for" in said
+    assert re.search(what, said), said
+    assert not (folder / "tensor_names.json").exists()
