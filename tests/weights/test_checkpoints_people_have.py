@@ -378,3 +378,16 @@ def test_where_two_answers_are_left_none_is_written(tmp_path, kind, capsys):
     assert "shows no one answer for" in said
     assert re.search(what, said), said
     assert not (folder / "tensor_names.json").exists()
+
+
+def test_transformers_model_under_a_key(tmp_path):
+    transformers = pytest.importorskip("transformers", reason=MISSING)
+    config = transformers.GPT2Config(
+        vocab_size=V, n_positions=T, n_embd=C, n_layer=L, n_head=H, eos_token_id=2
+    )
+    model = made(transformers.GPT2LMHeadModel(config))
+    state = {"model_state_dict": prefixed(model, "inner."), "lr_scheduler": {"last": torch.ones(3)}}
+    torch.save(state, tmp_path / "ckpt.pt")
+    config.save_pretrained(tmp_path)
+    checkpoint = assert_computes(tmp_path / "ckpt.pt", lambda ids: model(ids).logits)
+    assert checkpoint.ignored == ("lr_scheduler.last",)
