@@ -21,6 +21,7 @@ from .family import (
     refuse_other_heads,
 )
 from .gpt2 import model_config
+from .onnx_roles import roles_of
 
 # Any prefix is a wrapper; merging two decoders into one file leaves the suffix.
 _NAME = re.compile(
@@ -42,6 +43,12 @@ _MAX_CONSTANT = 1  # elements of a constant that is no weight
 
 def _named(source: Source) -> Iterable[NamedTensor]:
     """Yield all tensors; one in several branches of a graph has several names there."""
+    tensors = source.container.tensors
+    if roles := _roles(source):
+        yield from (NamedTensor(role, name, tensors[name]) for role, name in roles.items())
+        others = tensors.keys() - roles.values()
+        yield from (_other(name, tensors[name]) for name in tensors if name in others)
+        return
     seen, head = set(), _head(source)
     for name, tensor in source.container.tensors.items():
         found = _NAME.fullmatch(name)
@@ -53,8 +60,19 @@ def _named(source: Source) -> Iterable[NamedTensor]:
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)
         else:
-            is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
-            yield NamedTensor(_UNUSED + name if is_constant else name, name, tensor)
+            yield _other(name, tensor)
+
+
+def _other(name: str, tensor: StoredTensor) -> NamedTensor:
+    is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
+    return NamedTensor(_UNUSED + name if is_constant else name, name, tensor)
+
+
+def _roles(source: Source) -> dict[str, str]:
+    """Return names by parameter as the graph uses them, if some have lost their own."""
+    roles = roles_of(source.container.graph)
+    named = {found[1] for name in source.container.tensors if (found := _NAME.fullmatch(name))}
+    return {} if roles.keys() - {HEAD} <= named else roles
 
 
 def _head(source: Source) -> str | None:
@@ -109,7 +127,8 @@ def _refuse(source: Source, graph: Graph) -> None:
         raise source.error(
             f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner."
         )
-    if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
+    is_named = any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names))
+    if not is_named and not _roles(source):
         there = listed(names, 3)
         raise source.error(
             f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded."
@@ -149,11 +168,13 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     """Return the rules: matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
+    roles = _roles(source)
     rules = {}
     for name in parameter_shapes(config):
         is_turned = is_transposed(name) and file_names.get(name) not in turned
         if name == HEAD and name in file_names:
-            is_turned = _NAME.fullmatch(file_names[name]) is None
+            is_named = _NAME.fullmatch(file_names[name]) is not None
+            is_turned = file_names[name] not in turned if roles else not is_named
         rules[name] = TensorRule((name,), TRANSPOSED if is_turned else AS_IS)
     return rules
 
