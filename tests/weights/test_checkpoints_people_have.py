@@ -240,6 +240,23 @@ def test_names_that_do_not_fit_are_refused(tmp_path, names, sentence):
     assert_refused(write_named(tmp_path, arrays_of(made(OfTorch())), names), sentence)
 
 
+@pytest.mark.parametrize("pattern", ["*" * 60, "a*" * 60, ".".join("*" * 60)])
+def test_patterns_of_hostile_names_take_no_time(tmp_path, pattern):
+    arrays = {**bare(made(OfTorch())), "a" * 5000: np.ones(1, "f4"), ".".join("b" * 3000): np.ones(1, "f4")}
+    assert_refused(write_named(tmp_path, arrays, OF_TORCH | {pattern: None}), "unexpected: ")
+
+
+def test_names_are_for_gpt_2_alone(tmp_path):
+    folder = write_named(tmp_path, arrays_of(made(OfTorch())), OF_TORCH, RELU | {"model_type": "bloom"})
+    assert_refused(folder, "by GPT-2's parameters and the model_type 'bloom'")
+
+
+def test_norms_without_biases_are_told(tmp_path):
+    torch.save(made(Nano(norm_bias=False)).state_dict(), tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"n_head": H})
+    assert "layer norms have no biases: they are no RMSNorms here" in open_checkpoint(tmp_path).quirks
+
+
 def test_square_matrices_are_not_guessed(tmp_path):
     """Nothing but square matrices: each way round is another model of the same shapes."""
     arrays = {

@@ -38,7 +38,7 @@ MAX_LEFT_OUT = 100  # patterns, each of which is compared with all names
 # Settings next to the tensors: nanoGPT's, and every name of the one that no shape tells.
 _SAID = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_embd", "bias")}}
 _HEADS = ("n_head", "n_heads", "num_heads", "num_head", "num_attention_heads", "n_attention_heads", "nhead")
-MAX_DEPTH, MAX_VISITS = 4, 100_000
+MAX_DEPTH, MAX_FIELDS = 4, 200_000
 NORMS = ("ln_1", "ln_2", "ln_f")
 LEAST_GAIN = 1e-3  # of a layer norm, relative to its largest
 
@@ -72,6 +72,12 @@ def _stored(value: Any) -> Stored | None:
     return Stored(tuple(names), axis, is_in_out)
 
 
+def _pattern(name: str) -> str:
+    """Return a regular expression in which a part * is any part, and all others at the end: no match takes long."""
+    *parts, last = ("[^.]+" if part == "*" else re.escape(part) for part in name.split("."))
+    return r"\.".join([*parts, ".+" if last == "[^.]+" else last])
+
+
 @dataclass(frozen=True)
 class Description:
     """Where parameters lie. left_out: patterns of a file's other names; is_in_out: of matrices that do not say it."""
@@ -89,8 +95,8 @@ class Description:
             raise ValueError(f"{len(left_out)} patterns to leave out")
         if strange := [key for key in left_out if names[key] is not None]:
             raise ValueError(f"names for {listed(strange, 3)}, which is no parameter of GPT-2")
-        patterns = tuple(re.escape(key).replace(r"\*", ".*") for key in left_out)
-        return cls({key: _stored(names[key]) for key in names.keys() - {*left_out}}, patterns, **fields)
+        entries = {key: _stored(names[key]) for key in names.keys() - {*left_out}}
+        return cls(entries, tuple(map(_pattern, left_out)), **fields)
 
     def stored(self, parameter: str) -> Stored | None:
         """Return the names of a parameter: its own without an entry. A * of a head may remain."""
@@ -169,7 +175,10 @@ class Model:
     def sizes(self) -> dict[str, Any]:
         V, C = self.shape(EMBEDDING)
         inner = self.shape("h.0.mlp.c_fc.weight")
-        F = inner[inner[0] == C]
+        F = inner[inner[0] == C] * len(self.names("h.0.mlp.c_fc.weight"))
+        # The list of names has to be in proportion to the files.
+        if self.heads and self.heads * self.n_layer > len(self.tensors):
+            raise self.source.error(f"has {self.heads} heads in its first layer, and others in none.")
         seen = {"vocab_size": V, "n_embd": C, "n_positions": self.shape(POSITIONS)[0], "n_inner": F}
         heads = {"n_head": self.heads} if self.heads else {}
         return {**seen, "n_layer": self.n_layer, "tie_word_embeddings": not self.has(HEAD), **heads}
@@ -237,15 +246,18 @@ def settings_of(source: Source) -> dict[str, Any]:
     """Return fields of the settings next to the tensors. Raise CheckpointError for two numbers of heads."""
     said: dict[str, Any] = {}
     heads = set()
-    waiting = [(0, source.container.metadata)]
-    for visit, (depth, fields) in enumerate(waiting):
-        here = {fields[name] for name in _HEADS if is_whole(fields.get(name))}
-        if here:
+    left = MAX_FIELDS
+    waiting: list[tuple[int, Any]] = [(0, source.container.metadata)]
+    for depth, value in waiting:
+        fields = fields_of(value)
+        left -= len(fields)
+        if left < 0:
+            break
+        if here := {fields[name] for name in _HEADS if is_whole(fields.get(name))}:
             heads |= here
             said |= renamed(fields, _SAID)
-        if depth < MAX_DEPTH and visit < MAX_VISITS:
-            inner = (value for value in fields.values() if isinstance(value, dict | Stub))
-            waiting += [(depth + 1, fields_of(value)) for value in inner]
+        if depth < MAX_DEPTH:
+            waiting += [(depth + 1, one) for one in fields.values() if isinstance(one, dict | Stub)]
     if len(heads) > 1:
         raise source.error(
             f"has settings of {listed(sorted(map(str, heads)))} heads: write n_head in config.json."

@@ -37,6 +37,7 @@ _CHECKS = {
 # Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
 _LAST_WRAPPERS = re.compile(rf"(?<![^.]){_WRAPPERS.pattern}\Z")
+MAX_PREFIX = 500  # characters, of which wrappers are looked for
 BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
 CAUSAL_MASK = r"h\.\d+\.attn\.(bias|masked_bias)"
@@ -76,7 +77,9 @@ def named_in(
     places = {}
     for name in found:
         prefix = name.removesuffix(embedding)
-        places[_LAST_WRAPPERS.sub("", prefix) if has_wrappers else prefix, dicts.get(name)] = name
+        if has_wrappers and len(prefix) < MAX_PREFIX:
+            prefix = _LAST_WRAPPERS.sub("", prefix)
+        places[prefix, dicts.get(name)] = name
     if len(places) > 1:
         raise source.error(
             f"holds several models, by {listed(list(places.values()))}: give the names of one in {TENSOR_NAMES}, as "

@@ -105,8 +105,10 @@ def described(
         return Model(description, source, within).rules(config, settings_of(source).get("bias") is True)
 
     def quirks(source: Source, config: ModelConfig) -> list[str]:
+        norms = "layer norms have no biases: they are no RMSNorms here"
+        has_none = not Model(description, source, within).has_any("ln_f.bias")
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
-        return [told] if activation is not None else []
+        return [told] * (activation is not None) + [norms] * has_none
 
     return Family(
         name=name,
@@ -171,7 +173,12 @@ def _is_there(description: Description, source: Source, within: str) -> bool:
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
-    """Return the family of a tensor_names.json. Raise CheckpointError if it is none."""
+    """Return the family of a tensor_names.json. Raise CheckpointError if it is none, or of another model_type."""
+    if source.model_type not in (None, "gpt2"):
+        raise source.error(
+            f"has a {TENSOR_NAMES} by GPT-2's parameters and the model_type {source.model_type!r}: give "
+            '{"its name": "the name of that model"}.'
+        )
     try:
         return described(f"GPT-2 of {TENSOR_NAMES}", names, None, is_in_out=None, has_wrappers=False)
     except ValueError as error:
