@@ -79,6 +79,7 @@ def described(
     is_its: Callable[[Source], bool] = lambda source: True,
     within: str = "",
     is_tied: bool = False,
+    quirk: str = "",
     **fields: Any,
 ) -> Family:
     """Return the family of a description. activation: of the program, which its files do not say, or None."""
@@ -108,7 +109,7 @@ def described(
         norms = "layer norms have no biases: they are no RMSNorms here"
         has_none = not Model(description, source, within).has_any("ln_f.bias")
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
-        return [told] * (activation is not None) + [norms] * has_none
+        return [told] * (activation is not None) + [norms] * has_none + [quirk] * bool(quirk)
 
     return Family(
         name=name,
@@ -190,4 +191,9 @@ NANOGPT = described("nanoGPT", _GPT2, "gelu", lambda source: bool(_arguments(sou
 BUILD_NANOGPT = described("build-nanogpt", _GPT2, "gelu_new", _has_settings, "model", is_tied=True)
 MINGPT = described("minGPT", _GPT2, "gelu_new")
 LLMS_FROM_SCRATCH = described("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
-LECTURE = described("Karpathy's lecture", _LECTURE, "relu")
+LECTURE = described(
+    "Karpathy's lecture",
+    _LECTURE,
+    "relu",
+    quirk="scores are divided by the root of a head's size, as in gpt.py, and not of the model's width",
+)
