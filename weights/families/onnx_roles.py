@@ -1,8 +1,7 @@
 """The parameters of a GPT-2 in an ONNX graph by what its operations do with them, if names are lost or merged.
 
-Exporters keep one of equal tensors, such as zero biases, under the name of one. The order of operations is that of the
-model: two tables, then in each layer a norm, two products, a norm, two products; a norm; and a product if the head is
-not the table. Fused operations have a product's bias, or a norm's, among their inputs.
+Exporters keep one of equal tensors, such as zero biases. Operations come in the model's order: two tables, in each layer
+a norm, two products, a norm, two products; a norm; a product if the head is not the table.
 """
 
 from collections.abc import Iterator, Mapping

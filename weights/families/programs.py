@@ -1,9 +1,7 @@
 """GPT-2 of other programs in torch: training checkpoints and state dicts by their own names, in Linear layers.
 
-nanoGPT and build-nanogpt save settings with the model (karpathy/nanoGPT, train.py; karpathy/build-nanogpt,
-train_gpt2.py). minGPT and makemore save the state dict alone (karpathy/minGPT). In LLMs-from-scratch (rasbt,
-previous_chapters.py) queries, keys and values have a matrix each, and in Karpathy's lecture on GPT (ng-video-lecture,
-gpt.py) each head's have.
+Sources: karpathy/nanoGPT (train.py), build-nanogpt (train_gpt2.py), minGPT, makemore and ng-video-lecture (gpt.py);
+rasbt/LLMs-from-scratch (previous_chapters.py).
 """
 
 import re

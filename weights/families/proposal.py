@@ -1,6 +1,6 @@
-"""A tensor_names.json for a GPT-2 of unknown names, if shapes leave one answer, for `tinygpt info --write-names`.
+"""A tensor_names.json for a GPT-2 of unknown names, for `tinygpt info --write-names`.
 
-Shapes tell kinds of tensors apart; words and numbers in names tell tensors of one shape, where one reading is left.
+Shapes tell kinds of tensors apart, and words and numbers in names tensors of one shape.
 """
 
 import re
