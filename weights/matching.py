@@ -67,15 +67,15 @@ def family_of(source: Source) -> Family:
         family = getattr(import_module(f".families.{module}", __package__), name)
         if family.detect(source):
             return family
-    if source.config_json is not None:
+    if source.model_type is not None:
         from .families.transformers import model_type_of
 
         model_type = model_type_of(source.config_json)  # raises CheckpointError
         if format not in BY_FORMAT:
             return model_type.family
     raise source.error(
-        f"holds {format} of no model that is implemented, and no config.json lies beside it. If it is a GPT-2 by other "
-        f"names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names` may propose."
+        f"holds {format} of no model that is implemented, and no config.json beside it has a model_type. If it is a "
+        f"GPT-2 by other names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names` may propose."
     )
 
 

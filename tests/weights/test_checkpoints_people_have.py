@@ -64,7 +64,13 @@ def prefixed(model, prefix):
 
 
 NANO_ARGS = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C, "dropout": 0.0}
-HYPER = {"hyper_parameters": {"cfg": {"n_head": H}, "lr": 1.0}, "global_step": 3}
+
+
+class AttributeDict(dict):
+    """Lightning's, of hyper parameters."""
+
+
+HYPER = {"hyper_parameters": AttributeDict(cfg={"n_head": H}, lr=1.0), "global_step": 3}
 MIXED = {"bias": False, "norm_bias": True}
 # By kind: the model, what is saved of it, config.json if it needs one, and the family.
 KINDS = {
@@ -408,3 +414,14 @@ def test_transformers_model_under_a_key(tmp_path):
     config.save_pretrained(tmp_path)
     checkpoint = assert_computes(tmp_path / "ckpt.pt", lambda ids: model(ids).logits)
     assert checkpoint.ignored == ("lr_scheduler.last",)
+
+
+def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, capsys):
+    model = made(Scratch(True))
+    state = beside(model, "weights")
+    state["weights"] = {name.replace("trf_", "my_"): tensor for name, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
+    assert_refused(tmp_path / "ckpt.pt", "write-names` may propose")
+    assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names"]) == 0
+    assert_computes(tmp_path / "ckpt.pt", model)

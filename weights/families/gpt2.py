@@ -108,6 +108,13 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return written_config("gpt2", "GPT2LMHeadModel", config, names)
 
 
+def _is_gpt2s(source: Source) -> bool:
+    """Decide by config.json, and by names if it has no model_type, as one of few fields may."""
+    if source.config_json is None or source.model_type is not None:
+        return source.config_json is not None and is_gpt2(source.config_json)
+    return any(canonical_name(name).endswith((EMBEDDING, HEAD)) for name in source.container.tensors)
+
+
 # Of GPT-2s of every family.
 LAYOUT = Layout(
     _rules,
@@ -119,12 +126,13 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="GPT-2",
     described_by="config.json",
-    detect=lambda source: source.config_json is not None and is_gpt2(source.config_json),
+    detect=_is_gpt2s,
     config=lambda source: model_config(source.config_json or {}, source.json("generation_config.json")),
     rules=lambda source, config: _rules(config),
     named=named,
     ignored=IGNORED,
-    advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}.',
+    advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}. '
+    "`tinygpt info --write-names` may propose it.",
 )
 
 

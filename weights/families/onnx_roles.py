@@ -1,7 +1,7 @@
 """The parameters of a GPT-2 in an ONNX graph by what its operations do with them, if names are lost or merged.
 
-Exporters keep one of equal tensors, such as zero biases. Operations come in the model's order: two tables, in each layer
-a norm, two products, a norm, two products; a norm; a product if the head is not the table.
+Exporters keep one of equal tensors, such as zero biases. Operations come in the model's order: two tables; in each
+layer a norm, two products, a norm, two products; a norm; a product if the head is not the table.
 """
 
 from collections.abc import Iterator, Mapping
