@@ -126,8 +126,6 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
 
 def reader_of(file: Path) -> Reader:
     peek = Peek.into(file)
-    if known := _foreign(file, peek.head):
-        raise CheckpointError(f"{file} is {known}.")
     for is_format, read in FORMATS:
         if is_format(peek):
             return _function(read)
