@@ -57,11 +57,10 @@ OTHERS: tuple[tuple[Callable[[Source], bool], tuple[str, ...]], ...] = (
 def family_of(source: Source) -> Family:
     """Raise CheckpointError if the source has no family's names and layout."""
     format = source.container.format
-    names = source.json(TENSOR_NAMES)
-    if names and is_description(names):
+    if source.description:
         from .families.programs import of_user
 
-        return of_user(source, names)
+        return of_user(source, source.description)
     for place in BY_FORMAT[format] if format in BY_FORMAT else _candidates(source):
         module, name = place.split(".")
         family = getattr(import_module(f".families.{module}", __package__), name)
@@ -127,13 +126,15 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
 
 
 def by_own_names(source: Source) -> Source:
-    """Return the source by the names that a TENSOR_NAMES gives to the file's.
+    """Return the source with TENSOR_NAMES as its description, or by the names that it gives to the file's.
 
     Raise CheckpointError if they do not fit its tensors.
     """
     names = source.json(TENSOR_NAMES)
-    if not names or is_description(names):
+    if not names:
         return source
+    if is_description(names, source.container.tensors):
+        return replace(source, description=names)
     tensors = {
         one: names.get(one, one) for one in source.container.tensors if names.get(one, one) is not None
     }

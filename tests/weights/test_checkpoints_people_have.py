@@ -66,11 +66,14 @@ def prefixed(model, prefix):
 NANO_ARGS = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C, "dropout": 0.0}
 
 
+FLAGS = {"init_from": "gpt2", "n_head": 4, "n_layer": 12, "n_embd": 768, "block_size": 1024, "bias": False}
+
+
 class AttributeDict(dict):
     """Lightning's, of hyper parameters."""
 
 
-HYPER = {"hyper_parameters": AttributeDict(cfg={"n_head": H}, lr=1.0), "global_step": 3}
+HYPER = {"hyper_parameters": AttributeDict(cfg={"n_head": 4}, lr=1.0), "global_step": 3}
 MIXED = {"bias": False, "norm_bias": True}
 # By kind: the model, what is saved of it, config.json if it needs one, and the family.
 KINDS = {
@@ -100,6 +103,18 @@ KINDS = {
         None,
         "nanoGPT",
     ),
+    "nanoGPT, resumed from GPT-2 with other flags": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: beside(m, "model", model_args=NANO_ARGS, config=FLAGS),
+        None,
+        "nanoGPT",
+    ),
+    "nanoGPT of more rows and less positions than its arguments": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: beside(m, "model", model_args=NANO_ARGS | {"vocab_size": V - 2, "block_size": 2 * T}),
+        None,
+        "nanoGPT",
+    ),
     "build-nanogpt": (
         lambda: Nano(is_tied=True),
         lambda m: beside(m, "model", config=GPTConfig()),
@@ -107,18 +122,18 @@ KINDS = {
         "build-nanogpt",
     ),
     "minGPT, makemore": (Nano, lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
-    "Lightning": (Nano, lambda m: {"state_dict": prefixed(m, "net."), **HYPER}, None, "minGPT"),
+    "Lightning": (Nano, lambda m: {"state_dict": prefixed(m, "net."), **HYPER}, {"n_head": H}, "minGPT"),
     "a compiled model": (
         Nano,
         lambda m: {"model_state": prefixed(m, "module._orig_mod."), "config": OtherConfig()},
-        None,
+        {"n_head": H},
         "minGPT",
     ),
-    "net": (Nano, lambda m: beside(m, "net", n_head=H), None, "minGPT"),
+    "net": (Nano, lambda m: beside(m, "net", n_head=4), {"n_head": H}, "minGPT"),
     "ema": (
         lambda: Nano(bias=False, norm_bias=False),
-        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": H}}},
-        None,
+        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": 4}}},
+        {"n_head": H},
         "minGPT",
     ),
     "norms with biases": (lambda: Nano(**MIXED), lambda m: beside(m, "model"), {"n_head": H}, "minGPT"),
@@ -284,6 +299,10 @@ def without(state, name):
     return {key: tensor for key, tensor in state.items() if key != name}
 
 
+def no_biases(model, module):
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(f"{module}.bias")}
+
+
 BLOCK = "transformer.h.1"
 DAMAGED = [
     (lambda m: {"net": m.state_dict(), "ema": m.state_dict()}, "several models, by net.transformer.wte.weight, ema.t"),
@@ -292,14 +311,22 @@ DAMAGED = [
     (lambda m: without(m.state_dict(), "transformer.ln_f.bias"), "missing: ln_f.bias"),
     (lambda m: {**m.state_dict(), "transformer.h.7.ln_1.weight": torch.ones(C)}, "unexpected: transformer.h.7"),
     (lambda m: {**m.state_dict(), f"{BLOCK}.attn.q_norm.weight": torch.ones(C)}, "unexpected: .*q_norm"),
-    (lambda m: {"model": m.state_dict(), "a": {"n_head": 2}, "b": {"num_heads": 4}}, "settings of 2, 4 heads: write"),
+    (lambda m: {"model": m.state_dict(), "config": FLAGS}, "how many heads"),
+    (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS, "more": [GPTConfig()]}, "n_head 2, and config.json"),
+    (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_layer": 4}}, r"missing: h\.3"),
+    (lambda m: {"model": no_biases(m, "attn.c_attn"), "model_args": NANO_ARGS}, r"missing: .*attn\.c_attn\.bias"),
+    (lambda m: no_biases(m, "mlp.c_fc"), r"missing: .*mlp\.c_fc\.bias"),
+    (lambda m: no_biases(m, "ln_1"), r"missing: .*ln_1\.bias"),
+    (lambda m: no_biases(m, "ln_f"), r"missing: ln_f\.bias"),
+    (lambda m: {"model": without(m.state_dict(), "lm_head.weight"), "h": {"lm_head.weight": m.lm_head.weight}}, "unexpected: h.lm_head"),
+    (lambda m: {"model": without(m.state_dict(), "lm_head.weight"), "h": {"weight": m.lm_head.weight}}, "unexpected: h.weight"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("saved", "sentence"), DAMAGED)
 def test_a_state_dict_that_two_answers_fit_or_none_is_refused(tmp_path, saved, sentence):
     torch.save(saved(made(Nano())), tmp_path / "ckpt.pt")
-    write_json(tmp_path / "config.json", {} if "settings" in sentence else {"n_head": H})
+    write_json(tmp_path / "config.json", {} if "how" in sentence else {"n_head": 4 if "n_head 2" in sentence else H})
     assert_refused(tmp_path / "ckpt.pt", sentence)
 
 

@@ -6,17 +6,16 @@ null leaves a parameter, or tensors of the file, out. The first * is the layer, 
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from ..config import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS, ModelConfig, is_transposed, parameter_shapes
-from ..containers.torch import Stub, fields_of
-from ..errors import CheckpointError, is_bool, is_whole, listed, shown
+from ..errors import CheckpointError, is_bool, listed, shown
 from ..tensor import LazyTensor, Tensor
 from .family import (
     MODULES,
@@ -27,19 +26,15 @@ from .family import (
     Source,
     TensorRule,
     Transform,
-    renamed,
     shared,
     split_name,
 )
 from .gpt2 import BESIDE, named_in
 
-MAX_LAYERS, MAX_HEADS = 10_000, 10_000
 MAX_LEFT_OUT = 100  # patterns, each of which is compared with all names
-# Settings next to the tensors: nanoGPT's, and every name of the one that no shape tells.
-_SAID = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_embd", "bias")}}
-_HEADS = ("n_head", "n_heads", "num_heads", "num_head", "num_attention_heads", "n_attention_heads", "nhead")
-MAX_DEPTH, MAX_FIELDS = 4, 200_000
-NORMS = ("ln_1", "ln_2", "ln_f")
+MAX_NAME = 1000  # characters
+# Characters of all names that a description gives, next to the file's own: biases may be absent, layers given twice.
+MAX_LENGTHS = 4
 LEAST_GAIN = 1e-3  # of a layer norm, relative to its largest
 
 
@@ -51,25 +46,25 @@ class Stored:
     axis: int = 0
     is_in_out: bool | None = None
 
-    def of_heads(self, heads: int) -> tuple[str, ...]:
-        """Return the names with each head's number in place of a *."""
-        return tuple(
-            name.replace("*", str(head)) for name in self.names for head in range(heads if "*" in name else 1)
-        )
+    @classmethod
+    def of(cls, key: str, value: Any) -> "Stored | None":
+        """Raise ValueError for a value that is no name, no names and no null."""
+        if value is None:
+            return None
+        fields = value if isinstance(value, dict) else {"names": value}
+        names = [fields["names"]] if isinstance(fields.get("names"), str) else fields.get("names")
+        axis, is_in_out = fields.get("axis", 0), fields.get("transpose")
+        are_texts = isinstance(names, list) and names and all(map(_is_name, names))
+        is_known = fields.keys() <= {"names", "axis", "transpose"} and axis in (0, 1)
+        if not (are_texts and is_known and (is_in_out is None or is_bool(is_in_out))):
+            raise ValueError(shown(value))
+        if "*" in key and not all("*" in name for name in names):
+            raise ValueError(f"{key} a name without a * for the layer")
+        return cls(tuple(names), axis, is_in_out)
 
 
-def _stored(value: Any) -> Stored | None:
-    """Raise ValueError for a value that is no name, no names and no null."""
-    if value is None:
-        return None
-    fields = value if isinstance(value, dict) else {"names": value}
-    names = [fields["names"]] if isinstance(fields.get("names"), str) else fields.get("names")
-    axis, is_in_out = fields.get("axis", 0), fields.get("transpose")
-    are_texts = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    is_known = fields.keys() <= {"names", "axis", "transpose"} and axis in (0, 1)
-    if not (are_texts and is_known and (is_in_out is None or is_bool(is_in_out))):
-        raise ValueError(shown(value))
-    return Stored(tuple(names), axis, is_in_out)
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME
 
 
 def _pattern(name: str) -> str:
@@ -78,14 +73,22 @@ def _pattern(name: str) -> str:
     return r"\.".join([*parts, ".+" if last == "[^.]+" else last])
 
 
+_NO_ENTRY = Stored(())
+
+
 @dataclass(frozen=True)
 class Description:
-    """Where parameters lie. left_out: patterns of a file's other names; is_in_out: of matrices that do not say it."""
+    """Where parameters lie.
+
+    left_out: patterns of a file's other names. is_in_out: of matrices that do not say it. has_wrappers: around the
+    names, as torch and transformers put them. unlike: modules whose biases may be absent if others' are there.
+    """
 
     entries: Mapping[str, Stored | None]
     left_out: tuple[str, ...] = ()
     is_in_out: bool | None = None
-    has_wrappers: bool = False  # around the names, as torch and transformers put them
+    has_wrappers: bool = False
+    unlike: tuple[str, ...] = MODULES
 
     @classmethod
     def of(cls, names: Mapping[str, Any], **fields: Any) -> "Description":
@@ -95,141 +98,142 @@ class Description:
             raise ValueError(f"{len(left_out)} patterns to leave out")
         if strange := [key for key in left_out if names[key] is not None]:
             raise ValueError(f"names for {listed(strange, 3)}, which is no parameter of GPT-2")
-        entries = {key: _stored(names[key]) for key in names.keys() - {*left_out}}
+        entries = {key: Stored.of(key, names[key]) for key in names.keys() - {*left_out}}
         return cls(entries, tuple(map(_pattern, left_out)), **fields)
 
-    def stored(self, parameter: str) -> Stored | None:
-        """Return the names of a parameter: its own without an entry. A * of a head may remain."""
+    def stored(self, parameter: str, most: int | None = None) -> Stored:
+        """Return the first names of a parameter: its own without an entry, none if it is left out.
+
+        A head's * remains.
+        """
         layer, module, kind = split_name(parameter)
         of_layers = module if layer is None else f"h.*.{module}"
         for key in (parameter, parameter.removesuffix(f".{kind}"), f"{of_layers}.{kind}", of_layers):
-            stored = self.entries.get(key, _NO_ENTRY)
-            if stored is None:
-                return None
-            if stored is not _NO_ENTRY:
-                end = "" if key.endswith(f".{kind}") else f".{kind}"
-                names = (name.replace("*", str(layer), 1) if "*" in key else name for name in stored.names)
-                is_in_out = self.is_in_out if stored.is_in_out is None else stored.is_in_out
-                return Stored(tuple(name + end for name in names), stored.axis, is_in_out)
-        return Stored((parameter,), is_in_out=self.is_in_out)
+            if (stored := self.entries.get(key, _NO_ENTRY)) is not _NO_ENTRY:
+                break
+        else:
+            return Stored((parameter,), is_in_out=self.is_in_out)
+        if stored is None:
+            return _NO_ENTRY
+        end = "" if key.endswith(f".{kind}") else f".{kind}"
+        names = (name.replace("*", str(layer), 1) if "*" in key else name for name in stored.names[:most])
+        is_in_out = self.is_in_out if stored.is_in_out is None else stored.is_in_out
+        return Stored(tuple(name + end for name in names), stored.axis, is_in_out)
 
-    def named(self, source: Source, within: str = "") -> Iterable[NamedTensor]:
+    def named(self, source: Source) -> Iterable[NamedTensor]:
         """Yield all tensors, by their names in the state dict that holds the embedding."""
-        embedding = self.stored(EMBEDDING)
-        return named_in(embedding.names[0] if embedding else "", source, self.has_wrappers, within)
+        return named_in((*self.stored(EMBEDDING).names, "")[0], source, self.has_wrappers)
 
-
-_NO_ENTRY = Stored(())
+    def kind(self, parameter: str) -> str:
+        """Return the kind of layer: all layer norms are one, and all matrices that are not unlike others."""
+        _, module, _ = split_name(parameter)
+        is_norm = module.rpartition(".")[2].startswith("ln_")
+        return "norm" if is_norm else module if module in self.unlike else "matrix"
 
 
 class Model:
     """A source's tensors, as a description names them."""
 
-    def __init__(self, description: Description, source: Source, within: str = ""):
+    def __init__(self, description: Description, source: Source):
         self.description, self.source = description, source
-        found = description.named(source, within)
+        found = description.named(source)
         self.tensors = {one.name: one.tensor for one in found if not one.name.startswith(BESIDE)}
+        of_heads = [name for name in description.stored("h.0.attn.c_attn.weight").names if "*" in name][:1]
+        self.heads = _length(lambda head: any(n.replace("*", str(head)) in self.tensors for n in of_heads))
+        # A gap shows in names that are missing, or unexpected.
+        self.n_layer = _length(
+            lambda layer: any(self._begins(f"h.{layer}.{name}.weight") for name in MODULES)
+        )
 
-    def names(self, parameter: str) -> tuple[str, ...]:
+    def _begins(self, parameter: str) -> bool:
+        names = self.description.stored(parameter, 1).names
+        return any(name.replace("*", "0") in self.tensors for name in names)
+
+    def stored(self, parameter: str) -> Stored:
+        """Return the names of a parameter, of all heads."""
         stored = self.description.stored(parameter)
-        return stored.of_heads(self.heads or 1) if stored else ()
-
-    def has(self, parameter: str) -> bool:
-        names = self.names(parameter)
-        return bool(names) and all(name in self.tensors for name in names)
+        each = ((name, self.heads if "*" in name else 1) for name in stored.names)
+        return replace(stored, names=tuple(name.replace("*", str(i)) for name, n in each for i in range(n)))
 
     def has_any(self, parameter: str) -> bool:
-        return any(name in self.tensors for name in self.names(parameter))
-
-    @cached_property
-    def heads(self) -> int | None:
-        """Return the number of heads if each has a matrix of its own."""
-        stored = self.description.stored("h.0.attn.c_attn.weight")
-        name = next((name for name in stored.names if "*" in name), None) if stored else None
-        numbers = range(MAX_HEADS if name else 0)
-        lost = (head for head in numbers if name and name.replace("*", str(head)) not in self.tensors)
-        return next(lost, None) if name else None
-
-    @cached_property
-    def n_layer(self) -> int:
-        """Count layers by their numbers: a gap shows in names that are missing, or unexpected."""
-        return next(layer for layer in count() if layer > MAX_LAYERS or not self._has_layer(layer))
-
-    def _has_layer(self, layer: int) -> bool:
-        return any(self.has_any(f"h.{layer}.{module}.weight") for module in MODULES)
-
-    @property
-    def is_there(self) -> bool:
-        """Return whether all weights of the first layer, and around the layers, are there."""
-        weights = [f"h.0.{module}.weight" for module in MODULES]
-        return all(map(self.has, [EMBEDDING, POSITIONS, "ln_f.weight", *weights]))
+        return any(name in self.tensors for name in self.stored(parameter).names)
 
     def shape(self, parameter: str) -> Shape:
         """Return the shape of a matrix, of its first part. Raise CheckpointError if it is absent."""
-        names = self.names(parameter)
+        names = self.stored(parameter).names
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
         if len(shape) != 2:
             raise self.source.error(f"holds no matrix {listed(names) or parameter}, which shows a size.")
         return shape
 
     def sizes(self) -> dict[str, Any]:
+        """Raise CheckpointError before any list of names that is out of proportion to the file."""
+        lengths = sum(
+            len(name)
+            * (self.n_layer if "*" in key else 1)
+            * (self.heads if name.count("*") > key.count("*") else 1)
+            for key, stored in self.description.entries.items()
+            for name in (stored or _NO_ENTRY).names
+        )
+        if lengths > MAX_LENGTHS * sum(map(len, self.tensors)):
+            raise self.source.error(f"is described by more names than it has: {lengths} characters.")
         V, C = self.shape(EMBEDDING)
-        inner = self.shape("h.0.mlp.c_fc.weight")
-        F = inner[inner[0] == C] * len(self.names("h.0.mlp.c_fc.weight"))
-        # The list of names has to be in proportion to the files.
-        if self.heads and self.heads * self.n_layer > len(self.tensors):
-            raise self.source.error(f"has {self.heads} heads in its first layer, and others in none.")
-        seen = {"vocab_size": V, "n_embd": C, "n_positions": self.shape(POSITIONS)[0], "n_inner": F}
-        heads = {"n_head": self.heads} if self.heads else {}
-        return {**seen, "n_layer": self.n_layer, "tie_word_embeddings": not self.has(HEAD), **heads}
+        rows, columns = self.shape("h.0.mlp.c_fc.weight")
+        stored = self.stored("h.0.mlp.c_fc.weight")
+        n_in, n_out = (len(stored.names), 1) if stored.axis else (1, len(stored.names))
+        is_in_out = columns * n_in != C if stored.is_in_out is None else stored.is_in_out
+        sizes = {
+            "vocab_size": V,
+            "n_embd": C,
+            "n_layer": self.n_layer,
+            "n_positions": self.shape(POSITIONS)[0],
+        }
+        sizes |= {"n_inner": n_out * (columns if is_in_out else rows)}
+        return {**sizes, "tie_word_embeddings": not self.has_any(HEAD)} | (
+            {"n_head": self.heads} if self.heads else {}
+        )
 
     def rules(self, config: ModelConfig, requires_biases: bool) -> dict[str, TensorRule]:
         """Return the rules. A kind of layer may have no biases; if one is there, all are."""
+        kind = self.description.kind
         shapes = parameter_shapes(config)
-        biases = [name for name in shapes if name.endswith(".bias")]
-        with_bias = {_kind(name) for name in biases if requires_biases or self.has_any(name)}
+        biases = {name for name in shapes if name.endswith(".bias")}
+        with_bias = {kind(name) for name in biases if requires_biases or self.has_any(name)}
         rules = {}
-        turns = self._turns(shapes)
-        for parameter in shapes:
-            if parameter in biases and _kind(parameter) not in with_bias:
+        for parameter, shape in shapes.items():
+            stored = self.stored(parameter)
+            if parameter in biases and kind(parameter) not in with_bias:
                 rules[parameter] = NO_BIAS
-            elif names := self.names(parameter):
-                stored = self.description.stored(parameter)
-                rules[parameter] = TensorRule(names, joined(stored.axis, turns.get(parameter, False)))
+            elif stored.names:
+                rules[parameter] = TensorRule(stored.names, self._joined(parameter, stored, shape))
             elif parameter != HEAD:
                 raise self.source.error(f"is described without {parameter}, which every GPT-2 has.")
-        if self.has(HEAD_BIAS):
-            rules[HEAD_BIAS] = TensorRule(self.names(HEAD_BIAS))
+        if self.has_any(HEAD_BIAS):
+            rules[HEAD_BIAS] = TensorRule(self.stored(HEAD_BIAS).names)
+        uses = Counter(
+            name for parameter, rule in rules.items() if parameter != HEAD for name in rule.sources
+        )
+        if twice := [name for name, times in uses.items() if times > 1]:
+            raise self.source.error(f"is described by {listed(twice)} more than once.")
         return rules
 
-    def _turns(self, shapes: Mapping[str, Shape]) -> dict[str, bool]:
-        """Return which matrices are (in, out): square ones as the others. Raise CheckpointError if no shape tells."""
-        turns: dict[str, bool | None] = {}
-        told = set()
-        for parameter in filter(is_transposed, shapes):
-            stored, names = self.description.stored(parameter), self.names(parameter)
-            turns[parameter] = stored.is_in_out if stored else None
-            if turns[parameter] is None and names and names[0] in self.tensors:
-                wanted, found = (
-                    shared(shapes[parameter], stored.axis, len(names)),
-                    self.tensors[names[0]].shape,
+    def _joined(self, parameter: str, stored: Stored, shape: Shape) -> Transform:
+        """Raise CheckpointError if neither the description nor a shape tells rows from columns."""
+        axis, names = min(stored.axis, len(shape) - 1), stored.names
+        part = shared(shape, axis, len(names))
+        is_in_out = stored.is_in_out
+        if is_in_out is None and is_transposed(parameter):
+            if part == part[::-1]:
+                raise self.source.error(
+                    f"holds {names[0]}, a square matrix, of which no shape tells rows from columns: write "
+                    '{"names": ..., "transpose": true} for (in, out), or false.'
                 )
-                if found in (wanted, wanted[::-1]) and wanted != wanted[::-1]:
-                    turns[parameter] = found != wanted
-                    told.add(turns[parameter])
-        if None in turns.values() and len(told) != 1 and self.is_there:
-            names = [name for name, turn in turns.items() if turn is None]
-            raise self.source.error(
-                f"holds square matrices, of which no shape tells rows from columns, such as {names[0]}: write "
-                '{"names": ..., "transpose": true} for (in, out), or false.'
-            )
-        return {name: turn if turn is not None else told == {True} for name, turn in turns.items()}
+            is_in_out = names[0] in self.tensors and self.tensors[names[0]].shape == part[::-1]
+        return joined(axis, bool(is_in_out))
 
 
-def _kind(bias: str) -> str:
-    """Return the kind of layer: all layer norms are one."""
-    _, module, _ = split_name(bias)
-    return "norm" if module in NORMS else module
+def _length(has: Callable[[int], bool]) -> int:
+    return next(number for number in count() if not has(number))
 
 
 def joined(axis: int, is_in_out: bool) -> Transform:
@@ -240,29 +244,6 @@ def joined(axis: int, is_in_out: bool) -> Transform:
         return part[::-1] if is_in_out else part
 
     return Transform(stored_shape, np.transpose if is_in_out else None, axis)
-
-
-def settings_of(source: Source) -> dict[str, Any]:
-    """Return fields of the settings next to the tensors. Raise CheckpointError for two numbers of heads."""
-    said: dict[str, Any] = {}
-    heads = set()
-    left = MAX_FIELDS
-    waiting: list[tuple[int, Any]] = [(0, source.container.metadata)]
-    for depth, value in waiting:
-        fields = fields_of(value)
-        left -= len(fields)
-        if left < 0:
-            break
-        if here := {fields[name] for name in _HEADS if is_whole(fields.get(name))}:
-            heads |= here
-            said |= renamed(fields, _SAID)
-        if depth < MAX_DEPTH:
-            waiting += [(depth + 1, one) for one in fields.values() if isinstance(one, dict | Stub)]
-    if len(heads) > 1:
-        raise source.error(
-            f"has settings of {listed(sorted(map(str, heads)))} heads: write n_head in config.json."
-        )
-    return {**said, **({"n_head": heads.pop()} if heads else {})}
 
 
 def with_head_bias(stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

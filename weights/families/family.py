@@ -21,10 +21,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A container at the user's `path`, and the JSON files next to it."""
+    """A container at the user's `path`, and the JSON files next to it. description: TENSOR_NAMES, if it is one."""
 
     path: Path
     container: Container
+    description: Mapping[str, Any] | None = None
 
     @property
     def folder(self) -> Path:
@@ -163,11 +164,10 @@ def split_name(parameter: str) -> tuple[str | None, str, str]:
     return found.groups() if found else (None, *parameter.rsplit(".", 1))
 
 
-def is_description(names: Mapping[str, Any]) -> bool:
-    """Return whether the keys are parameters of GPT-2, and not the values, by which a file's names are renamed."""
-    values = (value.removeprefix("transformer.") for value in names.values() if isinstance(value, str))
-    keys = (name for name, value in names.items() if value is not None)
-    return sum(map(bool, map(OURS.fullmatch, keys))) > sum(map(bool, map(OURS.fullmatch, values)))
+def is_description(names: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+    """Return whether keys are parameters of GPT-2, and not a file's names, all of which are given others."""
+    is_rename = all(isinstance(value, str | None) and name in tensors for name, value in names.items())
+    return not is_rename and any(OURS.fullmatch(name) for name, value in names.items() if value is not None)
 
 
 @dataclass(frozen=True)

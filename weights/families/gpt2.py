@@ -1,5 +1,6 @@
 """GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -34,10 +35,15 @@ ALIASES = {
 _CHECKS = {
     "add_cross_attention": (lambda value: not value, "false, because cross-attention is not implemented")
 }
-# Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
-_WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
-_LAST_WRAPPERS = re.compile(rf"(?<![^.]){_WRAPPERS.pattern}\Z")
-MAX_PREFIX = 500  # characters, of which wrappers are looked for
+# Attributes: of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
+WRAPPERS = ("transformer", "model", "module", "_orig_mod")
+_WRAPPERS = re.compile(rf"(({'|'.join(WRAPPERS)})\.)+")
+MODEL = "model"  # the key of the model next to an average of it
+# Keys of a training run's state, whose tensors are no parameters.
+_OF_TRAINING = re.compile(
+    r"(?i)\w*(optim|sched|scaler|loss|metric)\w*|(\w*_)?rng(_\w*)?|ema(_\w*)?|opt|callbacks|loops"
+)
+MAX_KEY = 60  # characters
 BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
 CAUSAL_MASK = r"h\.\d+\.attn\.(bias|masked_bias)"
@@ -61,25 +67,22 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
     return fields.get("model_type", "gpt2") == "gpt2"
 
 
-def named_in(
-    embedding: str, source: Source, has_wrappers: bool = True, within: str = ""
-) -> Iterable[NamedTensor]:
+def named_in(embedding: str, source: Source, has_wrappers: bool = True) -> Iterable[NamedTensor]:
     """Yield all tensors, by their names in the state dict that holds an embedding, under any key and any attribute.
 
-    Of other dictionaries, such as an optimizer's, they are BESIDE. within: the key of one of several, if it is there.
-    Raise CheckpointError for several.
+    A training run's other tensors are BESIDE. Raise CheckpointError for several models.
     """
     tensors, dicts = source.container.tensors, source.container.dicts
     found = [name for name in tensors if f".{name}".endswith(f".{embedding}")]
-    found = [name for name in found if within and dicts.get(name) == within] or found
+    found = [name for name in found if dicts.get(name) == MODEL] or found
     if embedding in found and not has_wrappers:
         found = [embedding]
     places = {}
     for name in found:
-        prefix = name.removesuffix(embedding)
-        if has_wrappers and len(prefix) < MAX_PREFIX:
-            prefix = _LAST_WRAPPERS.sub("", prefix)
-        places[prefix, dicts.get(name)] = name
+        parts = name.removesuffix(embedding).split(".")[:-1]
+        while has_wrappers and parts and parts[-1] in WRAPPERS:
+            parts.pop()
+        places["".join(f"{part}." for part in parts), dicts.get(name)] = name
     if len(places) > 1:
         raise source.error(
             f"holds several models, by {listed(list(places.values()))}: give the names of one in {TENSOR_NAMES}, as "
@@ -88,10 +91,17 @@ def named_in(
     prefix, holder = next(iter(places), ("", None))
     for name, tensor in tensors.items():
         short = name.removeprefix(prefix)
-        is_beside = holder is not None and dicts.get(name) != holder
-        yield NamedTensor(
-            BESIDE + name if is_beside else canonical_name(short) if has_wrappers else short, name, tensor
-        )
+        ours = canonical_name(short) if has_wrappers else short
+        yield NamedTensor(BESIDE + name if is_beside(source, name, holder) else ours, name, tensor)
+
+
+def is_beside(source: Source, name: str, holder: str | None) -> bool:
+    """Return whether a tensor is known to be no parameter: a number, or of a training run, outside a dictionary."""
+    tensor = source.container.tensors[name]
+    # Of a class that is not read, the dtype is its name.
+    is_number = "." not in tensor.dtype and math.prod(tensor.shape) == 1
+    is_of_training = is_number or _OF_TRAINING.fullmatch(name.partition(".")[0][:MAX_KEY])
+    return source.container.dicts.get(name, holder) != holder and bool(is_of_training)
 
 
 named = partial(named_in, EMBEDDING)

@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any
 
 from ..config import ModelConfig
-from ..containers.torch import fields_of, read_plain_pickle
+from ..containers.torch import Stub, fields_of, read_plain_pickle
 from ..errors import CheckpointError
 from ..files import TENSOR_NAMES
-from .described import Description, Model, settings_of, with_head_bias
+from .described import Description, Model, with_head_bias
 from .family import Family, Source, TensorRule, config_of_parts
 from .gpt2 import BESIDE, model_config
 
+# Settings that no shape shows in a complete file; of others, such as a vocabulary that was padded, the tensors decide.
+_UNSHOWN = ("n_head", "n_layer", "n_embd")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
@@ -65,17 +67,21 @@ def _arguments(source: Source) -> dict[str, Any]:
     return fields_of(source.container.metadata.get("model_args"))
 
 
-def _has_settings(source: Source) -> bool:
-    """Return whether build-nanogpt's GPTConfig lies next to the model."""
-    return "block_size" in fields_of(source.container.metadata.get("config"))
+def _settings(source: Source) -> dict[str, Any]:
+    """Return nanoGPT's model_args, or build-nanogpt's GPTConfig: other dictionaries hold the flags of a run."""
+    metadata = source.container.metadata
+    config = metadata.get("config")
+    is_build_nanogpts = (
+        "model_args" not in metadata and isinstance(config, Stub) and "block_size" in config.state
+    )
+    return config.state if is_build_nanogpts else _arguments(source)
 
 
 def described(
     name: str,
     names: Mapping[str, Any],
     activation: str | None,
-    is_its: Callable[[Source], bool] = lambda source: True,
-    within: str = "",
+    is_its: Callable[[Source], Any] = lambda source: True,
     is_tied: bool = False,
     quirk: str = "",
     **fields: Any,
@@ -84,38 +90,45 @@ def described(
     description = Description.of(names, **{"is_in_out": False, "has_wrappers": True, **fields})
 
     def config(source: Source) -> ModelConfig:
+        beside = source.config_json or {}
         if source.model_type == "gpt2" and activation is None:
-            return model_config(source.config_json or {}, source.json("generation_config.json"))
-        model = fields_of((source.config_json or {}).get("model"))  # minGPT's
+            return model_config(beside, source.json("generation_config.json"))
+        model = fields_of(beside.get("model"))  # minGPT's
         guessed = {"n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))}
-        seen = Model(description, source, within).sizes()
-        seen |= {"tie_word_embeddings": True} if is_tied else {}
+        seen = Model(description, source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
         if activation is not None:
             guessed["activation_function"] = activation
-        elif "activation_function" not in (source.config_json or {}):
+        elif "activation_function" not in beside:
             raise source.error(
                 f"does not say its activation: write {source.folder / 'config.json'} with n_head and an "
                 'activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu".'
             )
-        said = {name: value for name, value in settings_of(source).items() if name != "bias"}
+        said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
         return config_of_parts(source, "the checkpoint", guessed, seen, said)
 
     def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-        return Model(description, source, within).rules(config, settings_of(source).get("bias") is True)
+        return Model(description, source).rules(config, _settings(source).get("bias") is True)
 
     def quirks(source: Source, config: ModelConfig) -> list[str]:
         norms = "layer norms have no biases: they are no RMSNorms here"
-        has_none = not Model(description, source, within).has_any("ln_f.bias")
+        has_none = not Model(description, source).has_any("ln_f.bias")
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
         return [told] * (activation is not None) + [norms] * has_none + [quirk] * bool(quirk)
+
+    def detect(source: Source) -> bool:
+        """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
+        model = Model(description, source)
+        names = model.stored("h.0.attn.c_attn.weight").names
+        shape = model.tensors[names[0]].shape if model.tensors.keys() >= {*names} and names else ()
+        return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
 
     return Family(
         name=name,
         described_by="the checkpoint",
-        detect=lambda source: is_its(source) and _is_there(description, source, within),
+        detect=lambda source: is_its(source) and detect(source),
         config=config,
         rules=rules,
-        named=partial(description.named, within=within),
+        named=description.named,
         ignored=(*description.left_out, f"{BESIDE}.*"),
         quirks=quirks,
         tokenizer=_tokenizer,
@@ -161,16 +174,6 @@ def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _is_there(description: Description, source: Source, within: str) -> bool:
-    """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
-    model = Model(description, source, within)
-    names = model.names("h.0.attn.c_attn.weight")
-    if not all(name in model.tensors for name in names):
-        return False
-    shape = model.tensors[names[0]].shape
-    return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
-
-
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
     """Return the family of a tensor_names.json. Raise CheckpointError if it is none, or of another model_type."""
     if source.model_type not in (None, "gpt2"):
@@ -185,11 +188,13 @@ def of_user(source: Source, names: Mapping[str, Any]) -> Family:
         raise source.error(f"has a {TENSOR_NAMES} that gives {error}: it must give {wanted}.") from None
 
 
-NANOGPT = described("nanoGPT", _GPT2, "gelu", lambda source: bool(_arguments(source)), "model", is_tied=True)
-BUILD_NANOGPT = described("build-nanogpt", _GPT2, "gelu_new", _has_settings, "model", is_tied=True)
-MINGPT = described("minGPT", _GPT2, "gelu_new")
-LLMS_FROM_SCRATCH = described("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
-LECTURE = described(
+_OF_GPT2 = partial(described, names=_GPT2, unlike=())
+_OF_THREE = partial(described, unlike=("attn.c_attn",))
+NANOGPT = _OF_GPT2("nanoGPT", activation="gelu", is_its=_arguments, is_tied=True)
+BUILD_NANOGPT = _OF_GPT2("build-nanogpt", activation="gelu_new", is_its=_settings, is_tied=True)
+MINGPT = _OF_GPT2("minGPT", activation="gelu_new")
+LLMS_FROM_SCRATCH = _OF_THREE("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
+LECTURE = _OF_THREE(
     "Karpathy's lecture",
     _LECTURE,
     "relu",
