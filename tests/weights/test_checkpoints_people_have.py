@@ -160,7 +160,7 @@ OF_TORCH = {
     "h.*.ln_1": "layers.*.norm1",
     "h.*.attn.c_attn.weight": "layers.*.attention.in_proj_weight",
     "h.*.attn.c_attn.bias": "layers.*.attention.in_proj_bias",
-    "h.*.attn.c_proj": "layers.*.attention.out_proj",
+    "h.*.attn.c_proj": {"names": "layers.*.attention.out_proj", "transpose": False},
     "h.*.ln_2": "layers.*.norm2",
     "h.*.mlp.c_fc": "layers.*.up",
     "h.*.mlp.c_proj": "layers.*.down",
@@ -199,17 +199,15 @@ def divided(arrays):
     return found
 
 
-THREE = {"names": ["layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"]}
+THREE = {"names": [f"layers.*.attention.{matrix}" for matrix in "qkv"], "transpose": True}
 DIVIDED = {name: value for name, value in OF_TORCH.items() if ".c_attn." not in name} | {
-    "h.*.attn.c_attn": THREE
+    "h.*.attn.c_attn": THREE,
+    "h.*.attn.c_proj": {"names": "layers.*.attention.out_proj", "transpose": True},
 }
-TURNED = {
-    "h.*.attn.c_attn": {**THREE, "transpose": True},
-    **{f"h.{layer}.mlp.c_fc": {"names": f"layers.{layer}.up", "transpose": True} for layer in range(L)},
-}
+TURNED = {f"h.{layer}.mlp.c_fc": {"names": f"layers.{layer}.up", "transpose": True} for layer in range(L)}
 NAMED = {
     "one matrix": (arrays_of, OF_TORCH),
-    "three, whose shapes tell": (lambda model: divided(arrays_of(model)), DIVIDED),
+    "three": (lambda model: divided(arrays_of(model)), DIVIDED),
     "three, as it says": (lambda model: divided(arrays_of(model)), DIVIDED | TURNED),
     "by parameter": (
         arrays_of,
@@ -233,15 +231,16 @@ def test_a_training_checkpoint_by_such_names_with_the_key_or_without(tmp_path, k
     model = made(OfTorch())
     torch.save(beside(model, "net", **{"lr": 3.0}), tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", RELU)
-    names = {ours: key + name if name else name for ours, name in OF_TORCH.items() if ours != "counts"}
-    write_json(tmp_path / "tensor_names.json", names | {f"{key}counts": None})
+    names = {
+        ours: {**name, "names": key + name["names"]} if isinstance(name, dict) else key + name
+        for ours, name in OF_TORCH.items()
+        if name
+    }
+    names |= {f"{key}counts": None}
+    write_json(tmp_path / "tensor_names.json", names)
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-SQUARE = {name: value for name, value in DIVIDED.items() if not name.startswith("h.*.mlp")} | {
-    "h.*.mlp.c_fc": THREE["names"][0],
-    "h.*.mlp.c_proj": THREE["names"][1],
-}
 MISNAMED = [
     (OF_TORCH | {"counts": "h"}, "gives names for counts, which is no parameter"),
     (OF_TORCH | {"wte": 3}, "gives 3: it must give a name, a list"),
@@ -251,7 +250,12 @@ MISNAMED = [
     ({name: value for name, value in OF_TORCH.items() if name != "counts"}, "unexpected: counts"),
     (OF_TORCH | {"layers.*.up.bias": None}, "unexpected|does not hold"),
     (OF_TORCH | {"h.1.ln_2": "layers.1.norm3"}, "missing: layers.1.norm3"),
-    (OF_TORCH | {"h.*.mlp.c_fc": {"names": "layers.*.up", "transpose": True}}, r"misshapen: layers.0.up.weight"),
+    (OF_TORCH | {"h.*.mlp.c_fc": {"names": "layers.*.up", "transpose": True}}, r"misshapen: layers.0.up.weight|a square matrix"),
+    (OF_TORCH | {"h.*.ln_1": "layers.0.norm1"}, r"gives h\.\*\.ln_1 a name without a \* for the layer: it must"),
+    (OF_TORCH | {"h.1.ln_1": "layers.0.norm1"}, "described by layers.0.norm1.weight, .* more than once"),
+    (OF_TORCH | {"h.*.mlp.c_fc": ["layers.*.up"] * 2}, "described by .* more than once"),
+    (OF_TORCH | {"h.*.mlp.c_fc": ["layers.*.up"] * 10**5}, "by more names than it has"),
+    (OF_TORCH | {"h.*.mlp.c_fc": "layers.*" + "x" * 2000}, "gives 'layers"),
     (OF_TORCH | {f"x{i}": None for i in range(200)}, "201 patterns"),
 ]  # fmt: skip
 
@@ -279,20 +283,15 @@ def test_norms_without_biases_are_told(tmp_path):
 
 
 def test_square_matrices_are_not_guessed(tmp_path):
-    """Nothing but square matrices: each way round is another model of the same shapes."""
-    arrays = {
-        name: a[:C, :C] if "up.w" in name or "down.w" in name else a
-        for name, a in divided(arrays_of(made(OfTorch()))).items()
-    }
-    arrays |= {name: a[:C] for name, a in arrays.items() if "up.bias" in name}
-    folder = write_named(tmp_path, arrays, DIVIDED)
-    assert_refused(folder, 'no shape tells rows from columns, such as h.0.attn.c_attn.weight: write {"names"')
-    ways = {
-        name: {"names": value, "transpose": True} if isinstance(value, str) else {**value, "transpose": True}
-        for name, value in DIVIDED.items()
-        if ".c_" in name
-    }
-    assert open_checkpoint(write_named(tmp_path, arrays, DIVIDED | ways)).config.n_inner == C
+    """Each way round is another model of the same shapes, whatever the others are."""
+    arrays = divided(arrays_of(made(OfTorch())))
+    for entry in ("h.*.attn.c_attn", "h.*.attn.c_proj"):
+        silent = DIVIDED | {entry: DIVIDED[entry]["names"]}
+        folder = write_named(tmp_path, arrays, silent)
+        assert_refused(
+            folder,
+            r'holds layers.0.attention.\w+.weight, a square .* tells rows from columns: write {"names"',
+        )
 
 
 def without(state, name):
@@ -300,7 +299,9 @@ def without(state, name):
 
 
 def no_biases(model, module):
-    return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(f"{module}.bias")}
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if not name.endswith(f"{module}.bias")
+    }
 
 
 BLOCK = "transformer.h.1"
@@ -326,7 +327,9 @@ DAMAGED = [
 @pytest.mark.parametrize(("saved", "sentence"), DAMAGED)
 def test_a_state_dict_that_two_answers_fit_or_none_is_refused(tmp_path, saved, sentence):
     torch.save(saved(made(Nano())), tmp_path / "ckpt.pt")
-    write_json(tmp_path / "config.json", {} if "how" in sentence else {"n_head": 4 if "n_head 2" in sentence else H})
+    write_json(
+        tmp_path / "config.json", {} if "how" in sentence else {"n_head": 4 if "n_head 2" in sentence else H}
+    )
     assert_refused(tmp_path / "ckpt.pt", sentence)
 
 
@@ -347,6 +350,7 @@ def bare(model):
 
 
 def in_out(arrays):
+    """As Conv1D."""
     return {name: array.T if name.startswith("layers.") else array for name, array in arrays.items()}
 
 
@@ -359,7 +363,7 @@ def renamed(arrays, *pairs):
 PROPOSED = {
     "torch's attention": (OfTorch, bare, "relu"),
     "the same, (in, out)": (OfTorch, lambda m: in_out(bare(m)), "relu"),
-    "three matrices": (OfTorch, lambda m: without(divided(arrays_of(m)), "counts"), "relu"),
+    "three matrices (in, out)": (OfTorch, lambda m: without(divided(arrays_of(m)), "counts"), "relu"),
     "scale and shift, a mask": (
         lambda: Scratch(True),
         lambda m: renamed(arrays_of(m), ("trf_", "my_")),
@@ -379,41 +383,46 @@ PROPOSED = {
 @pytest.mark.parametrize("kind", PROPOSED)
 def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, capsys):
     make, arrays, activation = PROPOSED[kind]
+    layout = "conv1d" if "(in, out)" in kind else "linear"
     model = made(make())
     folder = write_named(tmp_path, arrays(model), {}, {"n_head": H, "activation_function": activation})
     (folder / "tensor_names.json").unlink()
-    assert cli.main(["info", str(folder), "--write-names"]) == 0
+    assert cli.main(["info", str(folder), "--write-names", layout]) == 0
     assert "compare it with the model's code" in capsys.readouterr().err
     assert_computes(folder, model)
-    assert cli.main(["info", str(folder), "--write-names"]) == 2
+    assert cli.main(["info", str(folder), "--write-names", layout]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def scales(name):
+    return {name.format(layer): np.ones(1, "f4") for layer in range(L)}
 
 
 UNDECIDED = {
     "another tensor": (arrays_of, "counts"),
-    "norms of one name": (
-        lambda m: renamed(bare(m), ("norm1", "norm_a"), ("norm2", "norm_b")),
-        "the first norm",
-    ),
-    "two tables": (lambda m: renamed(bare(m), ("positions", "other")), "the positions"),
+    "norms of one name": (lambda m: renamed(bare(m), ("norm1", "norm_a"), ("norm2", "norm_b")), "ln_2"),
+    "two tables": (lambda m: renamed(bare(m), ("positions", "other")), "wpe"),
     "a layer less": (lambda m: without(bare(m), "layers.1.up.weight"), "the layers, which differ"),
     "torch's own layers": (
         lambda m: renamed(bare(m), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2")),
         "before or after",
     ),
-    "an MLP without biases": (
-        lambda m: {n: a for n, a in without(divided(arrays_of(m)), "counts").items() if "up.bias" not in n},
+    "matrices of the other layout": (lambda m: in_out(bare(m)), "c_attn"),
+    "three matrices of the other layout": (
+        lambda m: without(divided(arrays_of(m)), "counts"),
         "rows and columns",
     ),
-    "an MLP of the width of c_attn": (
-        lambda m: {
-            n: a[: 3 * C] if "up." in n else a[:, : 3 * C] if "down." in n else a for n, a in bare(m).items()
-        },
-        "the MLP|attention",
+    "rows that may be interleaved by head": (
+        lambda m: renamed(bare(m), ("attention.in_proj_", "attention.query_key_value.")),
+        "interleaved by head",
+    ),
+    "a scale of scores": (
+        lambda m: {**bare(m), **scales("layers.{}.attention.scale")},
+        "attention.scale|layers.\\*.attention",
     ),
     "matrices of one name": (
         lambda m: renamed(without(divided(arrays_of(m)), "counts"), (".q.", ".a.")),
-        "queries, keys and values",
+        "queries",
     ),
 }
 
@@ -421,9 +430,10 @@ UNDECIDED = {
 @pytest.mark.parametrize("kind", UNDECIDED)
 def test_where_two_answers_are_left_none_is_written(tmp_path, kind, capsys):
     arrays, what = UNDECIDED[kind]
+    layout = "linear"
     folder = write_named(tmp_path, arrays(made(OfTorch())), {})
     (folder / "tensor_names.json").unlink()
-    assert cli.main(["info", str(folder), "--write-names"]) == 2
+    assert cli.main(["info", str(folder), "--write-names", layout]) == 2
     said = capsys.readouterr().err
     assert "shows no one answer for" in said
     assert re.search(what, said), said
@@ -450,5 +460,5 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     torch.save(state, tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
     assert_refused(tmp_path / "ckpt.pt", "write-names` may propose")
-    assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names"]) == 0
+    assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names", "linear"]) == 0
     assert_computes(tmp_path / "ckpt.pt", model)

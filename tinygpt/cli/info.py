@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     about = "list the models of the Hub that are in the cache, and read none (default: off)"
     parser.add_argument("--cached", action="store_true", help=about)
-    about = "write a tensor_names.json next to a GPT-2 of unknown names, if shapes leave one answer (default: off)"
-    parser.add_argument("--write-names", action="store_true", help=about)
+    about = "write a tensor_names.json next to a GPT-2 of unknown names, if shapes leave one answer: its matrices are "
+    about += "(out, in), as torch's Linear, or (in, out), as transformers' Conv1D (default: off)"
+    parser.add_argument("--write-names", choices=("linear", "conv1d"), help=about)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,13 +68,13 @@ def run(args: argparse.Namespace) -> None:
     if path.is_file():
         reader_of(followed(path))  # raises for a file in no format of weights
     if args.write_names:
-        _write_names(path)
+        _write_names(path, args.write_names)
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
     check_report(report)
 
 
-def _write_names(path: Path) -> None:
+def _write_names(path: Path, layout: str) -> None:
     """Raise CheckpointError without one answer, and next to an older file."""
     from ..weights.containers.formats import read_weights
     from ..weights.families.family import Source
@@ -84,7 +85,7 @@ def _write_names(path: Path) -> None:
     place = source.folder / TENSOR_NAMES
     if place.exists():
         raise CheckpointError(f"{place} is there already: move it to have another.")
-    text = json.dumps(proposed_names(source), indent=1)
+    text = json.dumps(proposed_names(source, layout), indent=1)
     place.write_text(text, encoding="utf-8")
     log(f"wrote {place}: compare it with the model's code, whose layer norms must come before its blocks")
 

@@ -1,33 +1,40 @@
 """A tensor_names.json for a GPT-2 of unknown names, for `tinygpt info --write-names`.
 
-Shapes tell kinds of tensors apart, and words and numbers in names tensors of one shape.
+Shapes tell kinds of tensors apart, and words in names tensors of one shape. The user says how matrices lie.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import listed
 from ..files import TENSOR_NAMES
-from .described import Description, Model
+from ..tensor import StoredTensor
+from .described import MAX_NAME
 from .family import Shape, Source
+from .gpt2 import is_beside
 
-_LAYER = re.compile(r"(?:.*?[._])??(\d{1,5})\.(?=.)")
-_HEAD = re.compile(r"(?<=[._])\d{1,4}(?=\.)")
-_KIND = re.compile(r"(.*)[._](weight|scale|gamma|bias|shift|beta)")
-_BIASES = ("bias", "shift", "beta")
-# By words in names, tensors of one shape.
-_POSITIONS, _OUTPUT = (re.compile(words, re.IGNORECASE) for words in ("pos|wpe", "head|out|logit|unembed"))
-_QKV = tuple(
-    re.compile(rf"(?:.*[._])?(?:w_?|to_)?{letter}(?:{word})?(?:_proj|_lin)?", re.IGNORECASE)
-    for letter, word in (("q", "uery|ueries"), ("k", "ey|eys"), ("v", "alue|alues"))
-)
-_FIRST = re.compile(r"att|input|(?<!\d)[01]\Z", re.IGNORECASE)
-_SECOND = re.compile(r"mlp|ff|feed|post|(?<!\d)[12]\Z", re.IGNORECASE)
-_MASK = re.compile(r"mask|tril|bias|freq|scale", re.IGNORECASE)
+LAYOUTS = {"linear": False, "conv1d": True}  # whether matrices are (in, out)
+_NUMBER = re.compile(r"(?<![^._])\d{1,5}(?=\.)")
+_KIND = re.compile(r"(.*)[._](?:(weight|scale|gamma)|bias|shift|beta)")
+_MASK = re.compile(r"(?:.*[._])?(?:\w{0,20}mask|tril|triu|bias)")
+# By parameter, words of its name; others may have its shape.
+_WORDS = {
+    name: re.compile(words, re.IGNORECASE)
+    for name, words in {
+        "wpe": "pos|wpe",
+        "lm_head": "head|out|logit|unembed",
+        "queries": r"(?:^|[._])(?:w_?|to_)?q(?:uery|ueries)?(?:_proj|_lin)?\Z",
+        "keys": r"(?:^|[._])(?:w_?|to_)?k(?:eys?)?(?:_proj|_lin)?\Z",
+        "values": r"(?:^|[._])(?:w_?|to_)?v(?:alues?)?(?:_proj|_lin)?\Z",
+        "ln_2": r"(?:mlp|ff|feed|post)[^.]*\Z|(?<!\d)2\Z",
+    }.items()
+}
+# Of others, such as query_key_value, the rows may be interleaved by head.
+_FUSED = re.compile(r".*[._](c_attn|in_proj)")
 # Of torch's TransformerEncoderLayer, whose norms may come after its blocks: both are of one shape.
-_EITHER_WAY = {"self_attn.in_proj", "linear1", "linear2"}
+_EITHER_WAY = re.compile(r".*\*\.(self_attn\.in_proj|linear[12])")
 Modules = dict[str, dict[str, tuple[str, Shape]]]  # names in the file and shapes, by module and kind
 
 
@@ -35,68 +42,70 @@ class _UndecidedError(Exception):
     """A tensor or parameter for which there is no answer, or more than one."""
 
 
-def proposed_names(source: Source) -> dict[str, Any]:
+def proposed_names(source: Source, layout: str) -> dict[str, Any]:
     """Return the content of a TENSOR_NAMES. Raise CheckpointError if there is no answer, or more than one."""
     try:
-        names = _proposed(source)
-        if not Model(Description.of(names), source).is_there:
-            raise _UndecidedError("the layers")
+        return _proposed(source, LAYOUTS[layout])
     except _UndecidedError as error:
         raise source.error(
             f"shows no one answer for {error}: write {TENSOR_NAMES} by hand, with a name, or names, of each parameter."
         ) from None
+
+
+def _proposed(source: Source, is_in_out: bool) -> dict[str, Any]:
+    dicts = source.container.dicts
+    tensors = {
+        name: one for name, one in source.container.tensors.items() if not is_beside(source, name, None)
+    }
+    if len({dicts.get(name) for name in tensors}) != 1 or max(map(len, tensors)) > MAX_NAME:
+        raise _UndecidedError("the dictionary of the model")
+    top: dict[str, StoredTensor] = {}
+    layers: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if found := _NUMBER.search(name):
+            layers[f"{name[: found.start()]}*{name[found.end() :]}"][int(found[0])] = tensor
+        else:
+            top[name] = tensor
+    numbers = range(max(map(len, layers.values()), default=0))
+    for name, each in layers.items():
+        if each.keys() != {*numbers} or len({tensor.shape for tensor in each.values()}) > 1:
+            raise _UndecidedError(f"the layers, which differ in {name} or are not numbered from 0")
+    around, masks = _modules(top, False)
+    roles = _around(around)
+    C = around[roles["wte"][0]]["weight"][1][1]
+    first = {_of_heads(name, each[0].shape, C): each[0] for name, each in layers.items()}
+    inside, more = _modules(first, is_in_out)
+    roles |= _in_layer(inside, C)
+    modules = {**around, **inside}
+    if rest := modules.keys() - {module for theirs in roles.values() for module in theirs}:
+        raise _UndecidedError(listed(sorted(rest)))
+    names: dict[str, Any] = {**masks, **more}
+    for ours, theirs in roles.items():
+        names |= _entries(ours, [modules[module] for module in theirs], is_in_out)
     return names
 
 
-def _proposed(source: Source) -> dict[str, Any]:
-    dicts = source.container.dicts
-    holders = Counter(dicts.get(name, "") for name in source.container.tensors).most_common(2)
-    if not holders or (len(holders) == 2 and holders[0][1] == holders[1][1]):
-        raise _UndecidedError("the dictionary of the model")
-    tensors = {
-        name: tensor.shape if tensor.is_floating else ()
-        for name, tensor in source.container.tensors.items()
-        if dicts.get(name, "") == holders[0][0]
-    }
-    layers: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
-    top: dict[str, Shape] = {}
-    for name, shape in tensors.items():
-        found = _LAYER.match(name)
-        if found:
-            start, end = found.span(1)
-            layers[name[:start]][int(found[1])][name[:start] + "*" + name[end:]] = shape
-        else:
-            top[name] = shape
-    if len(layers) != 1:
-        raise _UndecidedError(f"the layers ({listed(sorted(layers)) or 'no name has a number'})")
-    ((_, by_number),) = layers.items()
-    first, *others = by_number.values()
-    if sorted(by_number) != [*range(len(by_number))] or any(other != first for other in others):
-        raise _UndecidedError("the layers, which differ or are not numbered from 0")
-    C = _width(top)
-    return {**_around(top, C), **_in_layer(first, C)}
+def _of_heads(name: str, shape: Shape, C: int) -> str:
+    """Return the name with a * for a head's number: of the head's matrix (D, C)."""
+    is_of_head = len(shape) == 2 and shape[0] < C == shape[1]
+    return _NUMBER.sub("*", name) if is_of_head else name
 
 
-def _width(top: Mapping[str, Shape]) -> int:
-    widths = {shape[1] for shape in top.values() if len(shape) == 2}
-    if len(widths) != 1:
-        raise _UndecidedError("the embeddings")
-    return widths.pop()
-
-
-def _modules(shapes: Mapping[str, Shape]) -> tuple[Modules, dict[str, None]]:
-    """Return the tensors by module, and the masks, which are left out."""
+def _modules(tensors: Mapping[str, StoredTensor], is_in_out: bool) -> tuple[Modules, dict[str, None]]:
+    """Return shapes by module, of matrices (out, in), and masks, which are left out."""
     modules: Modules = defaultdict(dict)
     masks = {}
-    for name, shape in shapes.items():
-        found = _KIND.fullmatch(name)
-        is_square = len(shape) == 2 and shape[0] == shape[1]
-        if len(shape) not in (1, 2) or (is_square and _MASK.search(name.rpartition(".")[2])):
+    for name, tensor in tensors.items():
+        shape = tensor.shape
+        if not tensor.is_floating or (
+            _MASK.fullmatch(name) and len(shape) != 1 and shape[-1:] == shape[-2:-1]
+        ):
             masks[name] = None
-        elif found is None:
-            raise _UndecidedError(name)
+        elif (found := _KIND.fullmatch(name)) and len(shape) in (1, 2):
+            kind = "weight" if found[2] else "bias"
+            modules[found[1]][kind] = name, shape[::-1] if is_in_out else shape
         else:
-            modules[found[1]]["bias" if found[2] in _BIASES else "weight"] = name, shape
+            raise _UndecidedError(name)
     return modules, masks
 
 
@@ -107,84 +116,61 @@ def _one(found: Iterable[str], what: str) -> str:
     return names[0]
 
 
-def _entries(
-    ours: str, tensors: Iterable[Mapping[str, tuple[str, Shape]]], transpose: bool = False
-) -> dict[str, Any]:
-    """Return the entries of a module's weight and bias."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for one in tensors:
-        for kind, (name, _) in one.items():
-            kinds[kind].append(name)
-    return {
-        f"{ours}.{kind}": {"names": names, "transpose": transpose}
-        if kind == "weight" and ours.startswith("h.") and ".ln_" not in ours
-        else names[0]
-        if len(names) == 1
-        else names
-        for kind, names in kinds.items()
-    }
+def _by_word(modules: Iterable[str], ours: str) -> str:
+    return _one(filter(_WORDS[ours].search, modules), ours)
 
 
-def _around(top: Mapping[str, Shape], C: int) -> dict[str, Any]:
-    modules, names = _modules(top)
-    matrices = [module for module, kinds in modules.items() if len(kinds.get("weight", ("", ()))[1]) == 2]
-    wpe = _one(filter(_POSITIONS.search, matrices), "the positions")
-    tables = [module for module in matrices if module != wpe]
-    heads = [module for module in tables if _OUTPUT.search(module)] if len(tables) > 1 else []
-    wte = _one((module for module in tables if module not in heads), "the token embedding")
-    norm = _one(
-        (m for m, kinds in modules.items() if kinds.get("weight", ("", ()))[1] == (C,)), "the last norm"
-    )
-    found = {"wte": wte, "wpe": wpe, "ln_f": norm} | ({"lm_head": _one(heads, "the head")} if heads else {})
-    if rest := modules.keys() - found.values():
-        raise _UndecidedError(listed(sorted(rest)))
-    entries = (_entries(ours, [modules[theirs]]) for ours, theirs in found.items())
-    return {**names, **{name: value for each in entries for name, value in each.items()}}
+def _weights(modules: Modules) -> dict[str, Shape]:
+    return {module: kinds["weight"][1] for module, kinds in modules.items() if "weight" in kinds}
 
 
-def _in_layer(shapes: Mapping[str, Shape], C: int) -> dict[str, Any]:
-    modules, names = _modules(
-        {
-            _HEAD.sub("*", name) if _is_of_head(name, shape, C) else name: shape
-            for name, shape in shapes.items()
-        }
-    )
-    if {module.partition("*.")[2] for module in modules} >= _EITHER_WAY:
+def _around(modules: Modules) -> dict[str, list[str]]:
+    weights = _weights(modules)
+    tables = [module for module, shape in weights.items() if len(shape) == 2]
+    wpe = _by_word(tables, "wpe")
+    others = [module for module in tables if module != wpe]
+    heads = [_by_word(others, "lm_head")] if len(others) > 1 else []
+    wte = _one((module for module in others if module not in heads), "wte")
+    if len({weights[module][1] for module in tables}) != 1:
+        raise _UndecidedError("the embeddings, which are not of one width")
+    norm = _one((module for module, shape in weights.items() if len(shape) == 1), "ln_f")
+    return {"wte": [wte], "wpe": [wpe], "ln_f": [norm]} | ({"lm_head": heads} if heads else {})
+
+
+def _in_layer(modules: Modules, C: int) -> dict[str, list[str]]:
+    """Return our modules' parts. The MLP's matrices are the two that no other shape has."""
+    if any(map(_EITHER_WAY.fullmatch, modules)):
         raise _UndecidedError("whether its layer norms come before or after its blocks")
-    weights = {module: kinds["weight"][1] for module, kinds in modules.items() if "weight" in kinds}
-    fused = [module for module, shape in weights.items() if sorted(shape) == [C, 3 * C]]
+    weights = _weights(modules)
+    fused = [module for module, shape in weights.items() if shape == (3 * C, C) and _FUSED.fullmatch(module)]
+    of_heads = [module for module in weights if module.count("*") > 1]
     square = [module for module, shape in weights.items() if shape == (C, C)]
-    parts = [module for module in weights if module.count("*") > 1] or square
-    qkv = fused or [
-        _one((m for m in parts if word.fullmatch(m)), "queries, keys and values") for word in _QKV
-    ]
+    if len(square) == 1 and not (fused or of_heads):
+        raise _UndecidedError(
+            "c_attn: rows of one matrix may be interleaved by head, as query_key_value's are"
+        )
+    qkv = fused or [_by_word(of_heads or square, matrix) for matrix in ("queries", "keys", "values")]
     proj = _one((module for module in square if module not in qkv), "attention's output")
-    wide = [m for m, shape in weights.items() if len(shape) == 2 and m not in (*qkv, proj)]
-    if len(wide) != 2 or weights[wide[0]] != weights[wide[1]][::-1] or len(fused) > 1:
-        raise _UndecidedError(f"the MLP ({listed(wide, 4)})")
-    is_in_out = _is_in_out(modules, wide, weights[fused[0]][0] == C if fused else None, C)
-    fc = _one((module for module in wide if weights[module][is_in_out] != C), "the MLP's first matrix")
+    wide = {m: shape for m, shape in weights.items() if len(shape) == 2 and m not in (*qkv, proj)}
+    fc = _one((m for m, shape in wide.items() if shape[1] == C), "the MLP's first matrix")
+    down = _one((m for m, shape in wide.items() if shape == weights[fc][::-1] and m != fc), "its second")
+    for module in (*qkv, proj, fc, down):
+        if "bias" in modules[module] and modules[module]["bias"][1] != weights[module][:1]:
+            raise _UndecidedError(f"rows and columns of {module}, whose bias is of the other size")
     norms = [module for module, shape in weights.items() if shape == (C,)]
-    first = _one((m for m in norms if _FIRST.search(m.rpartition(".")[2])), "the first norm")
-    second = _one(
-        (m for m in norms if _SECOND.search(m.rpartition(".")[2]) and m != first), "the second norm"
-    )
-    found = {"ln_1": [first], "attn.c_attn": qkv, "attn.c_proj": [proj], "ln_2": [second], "mlp.c_fc": [fc]}
-    found["mlp.c_proj"] = [module for module in wide if module != fc]
-    if rest := modules.keys() - {module for theirs in found.values() for module in theirs}:
-        raise _UndecidedError(listed(sorted(rest)))
-    for ours, theirs in found.items():
-        names |= _entries(f"h.*.{ours}", [modules[module] for module in theirs], is_in_out)
-    return names
+    second = _by_word(norms, "ln_2")
+    first = _one((module for module in norms if module != second), "ln_1")
+    found = {"ln_1": [first], "attn.c_attn": qkv, "attn.c_proj": [proj], "ln_2": [second]}
+    found |= {"mlp.c_fc": [fc], "mlp.c_proj": [down]}
+    return {f"h.*.{ours}": theirs for ours, theirs in found.items()}
 
 
-def _is_of_head(name: str, shape: Shape, C: int) -> bool:
-    return len(shape) == 2 and bool(_HEAD.search(name)) and shape[1] == C and shape[0] < C
-
-
-def _is_in_out(modules: Modules, wide: list[str], of_fused: bool | None, C: int) -> bool:
-    """Tell (in, out) from (out, in) by the fused matrix, or by the bias of the MLP that is not of the width."""
-    if of_fused is not None:
-        return of_fused
-    first = [m for m in wide if modules[m].get("bias", ("", (C,)))[1] != (C,)]
-    return modules[_one(first, "rows and columns of matrices")]["weight"][1][0] == C
+def _entries(ours: str, modules: list[dict[str, tuple[str, Shape]]], is_in_out: bool) -> dict[str, Any]:
+    """Return the entries of a module's weight and bias."""
+    entries: dict[str, Any] = {}
+    for kind in ("weight", "bias"):
+        names = [one[kind][0] for one in modules if kind in one]
+        if names:
+            is_matrix = ours.startswith("h.") and len(modules[0][kind][1]) == 2
+            entries[f"{ours}.{kind}"] = {"names": names, "transpose": is_in_out} if is_matrix else names
+    return entries
