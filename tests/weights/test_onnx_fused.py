@@ -59,6 +59,55 @@ def fused_nodes(is_post=False, **attention):
     return nodes
 
 
+# By order of operations, what the norm before the MLP, and the two sums, take.
+ORDERS = {"plain": ("y", "x", "y"), "post": ("y", "c", "d"), "parallel": ("x", "p", "y")}
+
+
+def unfused_nodes(order="plain"):
+    """The graph with norms, products and sums of their own, and a Cast of each norm's output."""
+    of_norm, first, second = ORDERS[order]
+    nodes = fused_nodes()[:4]
+    about = {"num_heads": CONFIG["n_head"], "unidirectional": 1, **MS}
+
+    def add(kind, *inputs, to, **more):
+        nodes.append(w.node(kind, list(inputs), [to], **more, **({"to": 1} if kind == "Cast" else {})))
+
+    for i in range(LAYERS):
+        h = f"h.{i}"
+        after = f"h.{i + 1}.ln_1" if i + 1 < LAYERS else "ln_f"
+        add("Cast", f"n{i}", to=f"c{i}")
+        add("Attention", f"c{i}", f"{h}.attn.c_attn.weight", f"{h}.attn.c_attn.bias", to=f"a{i}", **about)
+        add("MatMul", f"a{i}", f"{h}.attn.c_proj.weight", to=f"m{i}")
+        add("Add", f"m{i}", f"{h}.attn.c_proj.bias", to=f"p{i}")
+        if order != "parallel":
+            add("Add", f"p{i}", f"{first}{i}", to=f"y{i}")
+        add(
+            "LayerNormalization",
+            f"{of_norm}{i}",
+            f"{h}.ln_2.weight",
+            f"{h}.ln_2.bias",
+            to=f"e{i}",
+            epsilon=1e-5,
+        )
+        add("Cast", f"e{i}", to=f"d{i}")
+        add("MatMul", f"d{i}", f"{h}.mlp.c_fc.weight", to=f"f{i}")
+        add("FastGelu", f"f{i}", f"{h}.mlp.c_fc.bias", to=f"g{i}", **MS)
+        add("MatMul", f"g{i}", f"{h}.mlp.c_proj.weight", to=f"r{i}")
+        add("Add", f"r{i}", f"{h}.mlp.c_proj.bias", to=f"q{i}")
+        if order == "parallel":
+            add("Add", f"p{i}", f"x{i}", to=f"y{i}")
+        add("Add", f"q{i}", f"{second}{i}", to=f"x{i + 1}")
+        add(
+            "LayerNormalization",
+            f"x{i + 1}",
+            f"{after}.weight",
+            f"{after}.bias",
+            to=f"n{i + 1}",
+            epsilon=1e-5,
+        )
+    return nodes
+
+
 def renamed(node, names):
     inputs = [names.get(name, name) for name in node.input]
     del node.input[:]
@@ -71,9 +120,9 @@ def skip(of, residual, norm, bias, out, total):
     return w.node("SkipLayerNormalization", given, [out, "", "", total], epsilon=1e-5, **MS)
 
 
-def write_fused(folder, tensors, head="copy", **about):
+def write_fused(folder, tensors, head="copy", nodes=None, **about):
     """Keep one of equal tensors, whose name all others' operations take."""
-    nodes = fused_nodes(**about)
+    nodes = nodes or fused_nodes(**about)
     last = f"n{LAYERS}"
     if head == "copy":
         table = tensors[HEAD if HEAD in tensors else "wte.weight"]
@@ -105,13 +154,14 @@ CASES = {
     "merged": (plain_tensors(), "copy"),
     "merged, the head is the table's transpose": (plain_tensors(), "transpose"),
     "merged, a head of its own": (plain_tensors() | OWN_HEAD, "copy"),
+    "merged, nothing fused": (plain_tensors(), "copy", unfused_nodes()),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_is_told_by_the_operation_that_takes_it(tmp_path, case):
-    tensors, head = CASES[case]
-    checkpoint = open_checkpoint(write_fused(tmp_path, tensors, head))
+    tensors = CASES[case][0]
+    checkpoint = open_checkpoint(write_fused(tmp_path, *CASES[case]))
     assert_holds(checkpoint, tensors)
     assert checkpoint.tied == (HEAD not in tensors)
     assert (checkpoint.config.n_head, checkpoint.config.activation) == (CONFIG["n_head"], "gelu_tanh")
@@ -131,9 +181,16 @@ def test_logits_are_those_of_onnxruntime(tmp_path, case):
     np.testing.assert_allclose(found, expected[0], atol=1e-4, rtol=0)
 
 
-OTHERS = [{"is_post": True}, {"unidirectional": 0}, {"do_rotary": 1}, {"scale": 0.25}]
+OTHERS = [
+    {"is_post": True},
+    {"nodes": unfused_nodes("post")},
+    {"nodes": unfused_nodes("parallel")},
+    {"unidirectional": 0},
+    {"do_rotary": 1},
+    {"scale": 0.25},
+]
 
 
-@pytest.mark.parametrize("about", OTHERS, ids=str)
+@pytest.mark.parametrize("about", OTHERS, ids=range(len(OTHERS)))
 def test_a_graph_of_another_arithmetic_is_not_taken_for_one(tmp_path, about):
     assert_refused(write_fused(tmp_path, plain_tensors(), **about), "missing: ")
