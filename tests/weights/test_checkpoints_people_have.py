@@ -250,7 +250,7 @@ MISNAMED = [
     ({name: value for name, value in OF_TORCH.items() if name != "counts"}, "unexpected: counts"),
     (OF_TORCH | {"layers.*.up.bias": None}, "unexpected|does not hold"),
     (OF_TORCH | {"h.1.ln_2": "layers.1.norm3"}, "missing: layers.1.norm3"),
-    (OF_TORCH | {"h.*.mlp.c_fc": {"names": "layers.*.up", "transpose": True}}, r"misshapen: layers.0.up.weight|a square matrix"),
+    (OF_TORCH | {"h.*.mlp.c_fc": {"names": "layers.*.up", "transpose": True}}, r"misshapen: layers.0.up|a square"),
     (OF_TORCH | {"h.*.ln_1": "layers.0.norm1"}, r"gives h\.\*\.ln_1 a name without a \* for the layer: it must"),
     (OF_TORCH | {"h.1.ln_1": "layers.0.norm1"}, "described by layers.0.norm1.weight, .* more than once"),
     (OF_TORCH | {"h.*.mlp.c_fc": ["layers.*.up"] * 2}, "described by .* more than once"),
@@ -269,6 +269,25 @@ def test_names_that_do_not_fit_are_refused(tmp_path, names, sentence):
 def test_patterns_of_hostile_names_take_no_time(tmp_path, pattern):
     arrays = {**bare(made(OfTorch())), "a" * 5000: np.ones(1, "f4"), ".".join("b" * 3000): np.ones(1, "f4")}
     assert_refused(write_named(tmp_path, arrays, OF_TORCH | {pattern: None}), "unexpected: ")
+
+
+def test_names_of_many_heads_are_bounded_before_they_are_made(tmp_path):
+    arrays = {f"layers.0.k.{head}.weight": np.ones((1, 1), "f4") for head in range(2000)}
+    names = {"h.*.attn.c_attn": ["layers.*.k.*", *(f"layers.*.{name}.*" for name in range(2000))]}
+    assert_refused(
+        write_named(tmp_path, arrays, OF_TORCH | names), "by more names than it has: [0-9]{8} characters"
+    )
+
+
+def test_names_that_the_file_has_are_given_others(tmp_path):
+    """Keys that are names of the file and GPT-2's too: nothing is described."""
+    model = made(Nano(is_tied=True))
+    arrays = {name.removeprefix("transformer."): array for name, array in arrays_of(model).items()}
+    masks = {name for name in arrays if name.endswith("attn.bias")}
+    names = {name: f"module.{name}" for name in arrays if name not in masks}
+    folder = write_named(tmp_path, arrays, names, {"n_head": H})
+    assert open_checkpoint(folder).family == "minGPT"
+    assert_computes(folder, model)
 
 
 def test_names_are_for_gpt_2_alone(tmp_path):
@@ -304,6 +323,10 @@ def no_biases(model, module):
     }
 
 
+def head_apart(model, name):
+    return {"model": without(model.state_dict(), "lm_head.weight"), "h": {name: model.lm_head.weight}}
+
+
 BLOCK = "transformer.h.1"
 DAMAGED = [
     (lambda m: {"net": m.state_dict(), "ema": m.state_dict()}, "several models, by net.transformer.wte.weight, ema.t"),
@@ -319,8 +342,9 @@ DAMAGED = [
     (lambda m: no_biases(m, "mlp.c_fc"), r"missing: .*mlp\.c_fc\.bias"),
     (lambda m: no_biases(m, "ln_1"), r"missing: .*ln_1\.bias"),
     (lambda m: no_biases(m, "ln_f"), r"missing: ln_f\.bias"),
-    (lambda m: {"model": without(m.state_dict(), "lm_head.weight"), "h": {"lm_head.weight": m.lm_head.weight}}, "unexpected: h.lm_head"),
-    (lambda m: {"model": without(m.state_dict(), "lm_head.weight"), "h": {"weight": m.lm_head.weight}}, "unexpected: h.weight"),
+    (lambda m: head_apart(m, "lm_head.weight"), "unexpected: h.lm_head"),
+    (lambda m: head_apart(m, "weight"), "unexpected: h.weight"),
+    (lambda m: {**head_apart(m, "weight"), "model_args": NANO_ARGS}, "unexpected: h.weight"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """InputProcessor: from a caller's prompt and params to a checked Request."""
 
+import logging
 import secrets
 import threading
 import time
@@ -42,6 +43,7 @@ from .sequence import Request, Sample, Sequence, copied
 MAX_BREAKER = 40
 MAX_REST = 20
 NUM_BREAKERS = 64
+logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from ..look.captures import Captures
     from ..look.edits import EditsType
@@ -78,6 +80,16 @@ class InputProcessor:
             self._tokenizer = load_tokenizer(source.checkpoint, args.split_special_tokens)
         except CheckpointError as error:  # token ids work without one
             self._tokenizer_error = type(error)(str(error))  # without frames, which would keep all weights
+        rows = source.config.vocab_size
+        self._unwritten = range(self._tokenizer.vocab_size if self._tokenizer else rows, rows)
+        if self._unwritten:
+            logger.warning(
+                "%s has %d rows of no token, from id %d on: none is drawn, unless logit_bias, allowed_token_ids or "
+                "stop_token_ids name it",
+                source.checkpoint.path,
+                len(self._unwritten),
+                self._unwritten.start,
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -260,7 +272,7 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
-        rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers)
+        rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers, self._unwritten)
         captures = None
         if params.capture or params.edits:
             num_prompt = len(fitted.token_ids)

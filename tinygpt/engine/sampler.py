@@ -40,12 +40,21 @@ class TokenRules:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int, breakers: Breakers
+        cls,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        breakers: Breakers,
+        unwritten: range = range(0),
     ) -> "TokenRules":
+        """Return the rules. unwritten: ids of no token, which come only if params name them."""
         known = {token_id for token_id in eos_token_ids if token_id < vocab_size}
+        biases = dict(params.logit_bias)
+        named = {*biases, *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
+        biases |= dict.fromkeys((token_id for token_id in unwritten if token_id not in named), -math.inf)
         return cls(
-            bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int32),
-            biases=np.array([bias for _, bias in params.logit_bias], np.float32),
+            bias_ids=np.array([*biases], np.int32),
+            biases=np.array([*biases.values()], np.float32),
             processors=sampling.processors_of(params, known, breakers),
         )
 

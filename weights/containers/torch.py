@@ -87,11 +87,9 @@ class Stub:
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
-            self.state |= fields_of(state)
+            self.state = fields_of(state)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if type(key) is str:
-            self.state[key] = value
+    def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def append(self, item: Any) -> None: ...
 
