@@ -156,9 +156,9 @@ def test_a_tensor_of_a_kind_that_cannot_be_read_is_not_lost(tmp_path, kind):
 
 def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"wpe\.weight is \(6, 8\) and the checkpoint asks for \(7, 8\)"
+        CheckpointError, match=r"wpe\.weight is \(6, 8\) and the checkpoint asks for \(6, 16\)"
     ):
-        open_nanogpt(tmp_path, block_size=7)
+        open_nanogpt(tmp_path, n_embd=16)
 
 
 def test_an_error_in_a_config_json_beside_is_not_laid_to_the_arguments(tmp_path):

@@ -5,41 +5,75 @@ Shapes tell kinds of tensors apart, and words in names tensors of one shape. The
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import listed
 from ..files import TENSOR_NAMES
 from ..tensor import StoredTensor
 from .described import MAX_NAME
-from .family import Shape, Source
+from .family import Source
 from .gpt2 import is_beside
 
 LAYOUTS = {"linear": False, "conv1d": True}  # whether matrices are (in, out)
 _NUMBER = re.compile(r"(?<![^._])\d{1,5}(?=\.)")
 _KIND = re.compile(r"(.*)[._](?:(weight|scale|gamma)|bias|shift|beta)")
 _MASK = re.compile(r"(?:.*[._])?(?:\w{0,20}mask|tril|triu|bias)")
-# By parameter, words of its name; others may have its shape.
-_WORDS = {
-    name: re.compile(words, re.IGNORECASE)
-    for name, words in {
-        "wpe": "pos|wpe",
-        "lm_head": "head|out|logit|unembed",
-        "queries": r"(?:^|[._])(?:w_?|to_)?q(?:uery|ueries)?(?:_proj|_lin)?\Z",
-        "keys": r"(?:^|[._])(?:w_?|to_)?k(?:eys?)?(?:_proj|_lin)?\Z",
-        "values": r"(?:^|[._])(?:w_?|to_)?v(?:alues?)?(?:_proj|_lin)?\Z",
-        "ln_2": r"(?:mlp|ff|feed|post)[^.]*\Z|(?<!\d)2\Z",
-    }.items()
-}
-# Of others, such as query_key_value, the rows may be interleaved by head.
-_FUSED = re.compile(r".*[._](c_attn|in_proj)")
+# Words in names of tensors that share their shape with others.
+_POSITIONS, _HEAD = "pos|wpe", "head|out|logit|unembed"
+_SECOND = r"(?:mlp|ff|feed|post)[^.]*\Z|(?<!\d)2\Z"
+_FUSED = r"[._](?:c_attn|in_proj)\Z"
+_QKV = [
+    rf"(?:^|[._])(?:w_?|to_)?{words}(?:_proj|_lin)?(?:\.\*)?\Z"
+    for words in ("q(?:uery|ueries)?", "k(?:eys?)?", "v(?:alues?)?")
+]
 # Of torch's TransformerEncoderLayer, whose norms may come after its blocks: both are of one shape.
-_EITHER_WAY = re.compile(r".*\*\.(self_attn\.in_proj|linear[12])")
-Modules = dict[str, dict[str, tuple[str, Shape]]]  # names in the file and shapes, by module and kind
+_EITHER_WAY = r"\*\.(?:self_attn\.in_proj|linear[12])\Z"
+Part = dict[str, tuple[str, tuple[int, ...]]]  # names in the file and shapes of a module's weight and bias
 
 
 class _UndecidedError(Exception):
     """A tensor or parameter for which there is no answer, or more than one."""
+
+
+class _Modules:
+    """Modules that are not chosen yet, with matrices (out, in), and masks, which are left out."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], width: int, is_in_out: bool = False):
+        self.width = width
+        self.masks: dict[str, None] = {}
+        self.left: dict[str, Part] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            is_square = tensor.shape[-2:-1] == tensor.shape[-1:]  # or a number
+            if not tensor.is_floating or (_MASK.fullmatch(name) and len(tensor.shape) != 1 and is_square):
+                self.masks[name] = None
+            elif (found := _KIND.fullmatch(name)) and len(tensor.shape) in (1, 2):
+                shape = tensor.shape[::-1] if is_in_out else tensor.shape
+                self.left[found[1]]["weight" if found[2] else "bias"] = name, shape
+            else:
+                raise _UndecidedError(name)
+
+    def has(self, words: str) -> bool:
+        return any(re.search(words, module, re.IGNORECASE) for module in self.left)
+
+    def take(self, what: str, words: str, *shape: int | None) -> Part:
+        """Return the one module of a shape whose name has the words. None: any size that is not the width."""
+        found = [
+            module
+            for module, part in self.left.items()
+            if self._is_like(part, shape) and re.search(words, module, re.IGNORECASE)
+        ]
+        if len(found) != 1:
+            raise _UndecidedError(f"{what} ({listed(found, 4) or 'nothing fits'})")
+        part = self.left.pop(found[0])
+        if "bias" in part and part["bias"][1] != part["weight"][1][:1]:
+            raise _UndecidedError(f"rows and columns of {found[0]}, whose bias is of the other size")
+        return part
+
+    def _is_like(self, part: Part, wanted: tuple[int | None, ...]) -> bool:
+        sizes = part["weight"][1] if "weight" in part else ()
+        known = tuple(size if size == self.width else None for size in sizes)
+        return known == wanted
 
 
 def proposed_names(source: Source, layout: str) -> dict[str, Any]:
@@ -70,107 +104,59 @@ def _proposed(source: Source, is_in_out: bool) -> dict[str, Any]:
     for name, each in layers.items():
         if each.keys() != {*numbers} or len({tensor.shape for tensor in each.values()}) > 1:
             raise _UndecidedError(f"the layers, which differ in {name} or are not numbered from 0")
-    around, masks = _modules(top, False)
-    roles = _around(around)
-    C = around[roles["wte"][0]]["weight"][1][1]
-    first = {_of_heads(name, each[0].shape, C): each[0] for name, each in layers.items()}
-    inside, more = _modules(first, is_in_out)
-    roles |= _in_layer(inside, C)
-    modules = {**around, **inside}
-    if rest := modules.keys() - {module for theirs in roles.values() for module in theirs}:
-        raise _UndecidedError(listed(sorted(rest)))
-    names: dict[str, Any] = {**masks, **more}
-    for ours, theirs in roles.items():
-        names |= _entries(ours, [modules[module] for module in theirs], is_in_out)
-    return names
+    widths = {tensor.shape[1] for tensor in top.values() if len(tensor.shape) == 2}
+    if len(widths) != 1:
+        raise _UndecidedError("the embeddings, which are not of one width")
+    C = widths.pop()
+    around = _Modules(top, C)
+    inside = _Modules({_of_heads(name, each[0], C): each[0] for name, each in layers.items()}, C, is_in_out)
+    parts = {**_around(around), **_in_layer(inside, C)}
+    if left := [*around.left, *inside.left]:
+        raise _UndecidedError(listed(left))
+    entries = (_entries(ours, theirs, is_in_out) for ours, theirs in parts.items())
+    return {**around.masks, **inside.masks} | {name: value for each in entries for name, value in each}
 
 
-def _of_heads(name: str, shape: Shape, C: int) -> str:
+def _of_heads(name: str, tensor: StoredTensor, C: int) -> str:
     """Return the name with a * for a head's number: of the head's matrix (D, C)."""
-    is_of_head = len(shape) == 2 and shape[0] < C == shape[1]
+    is_of_head = len(tensor.shape) == 2 and tensor.shape[0] < C == tensor.shape[1]
     return _NUMBER.sub("*", name) if is_of_head else name
 
 
-def _modules(tensors: Mapping[str, StoredTensor], is_in_out: bool) -> tuple[Modules, dict[str, None]]:
-    """Return shapes by module, of matrices (out, in), and masks, which are left out."""
-    modules: Modules = defaultdict(dict)
-    masks = {}
-    for name, tensor in tensors.items():
-        shape = tensor.shape
-        if not tensor.is_floating or (
-            _MASK.fullmatch(name) and len(shape) != 1 and shape[-1:] == shape[-2:-1]
-        ):
-            masks[name] = None
-        elif (found := _KIND.fullmatch(name)) and len(shape) in (1, 2):
-            kind = "weight" if found[2] else "bias"
-            modules[found[1]][kind] = name, shape[::-1] if is_in_out else shape
-        else:
-            raise _UndecidedError(name)
-    return modules, masks
+def _around(modules: _Modules) -> dict[str, list[Part]]:
+    C = modules.width
+    found = {"wpe": [modules.take("wpe", _POSITIONS, None, C)], "ln_f": [modules.take("ln_f", "", C)]}
+    if len(modules.left) > 1:
+        found["lm_head"] = [modules.take("lm_head", _HEAD, None, C)]
+    return {**found, "wte": [modules.take("wte", "", None, C)]}
 
 
-def _one(found: Iterable[str], what: str) -> str:
-    names = list(found)
-    if len(names) != 1:
-        raise _UndecidedError(f"{what} ({listed(names, 4) or 'nothing fits'})")
-    return names[0]
-
-
-def _by_word(modules: Iterable[str], ours: str) -> str:
-    return _one(filter(_WORDS[ours].search, modules), ours)
-
-
-def _weights(modules: Modules) -> dict[str, Shape]:
-    return {module: kinds["weight"][1] for module, kinds in modules.items() if "weight" in kinds}
-
-
-def _around(modules: Modules) -> dict[str, list[str]]:
-    weights = _weights(modules)
-    tables = [module for module, shape in weights.items() if len(shape) == 2]
-    wpe = _by_word(tables, "wpe")
-    others = [module for module in tables if module != wpe]
-    heads = [_by_word(others, "lm_head")] if len(others) > 1 else []
-    wte = _one((module for module in others if module not in heads), "wte")
-    if len({weights[module][1] for module in tables}) != 1:
-        raise _UndecidedError("the embeddings, which are not of one width")
-    norm = _one((module for module, shape in weights.items() if len(shape) == 1), "ln_f")
-    return {"wte": [wte], "wpe": [wpe], "ln_f": [norm]} | ({"lm_head": heads} if heads else {})
-
-
-def _in_layer(modules: Modules, C: int) -> dict[str, list[str]]:
-    """Return our modules' parts. The MLP's matrices are the two that no other shape has."""
-    if any(map(_EITHER_WAY.fullmatch, modules)):
+def _in_layer(modules: _Modules, C: int) -> dict[str, list[Part]]:
+    if modules.has(_EITHER_WAY):
         raise _UndecidedError("whether its layer norms come before or after its blocks")
-    weights = _weights(modules)
-    fused = [module for module, shape in weights.items() if shape == (3 * C, C) and _FUSED.fullmatch(module)]
-    of_heads = [module for module in weights if module.count("*") > 1]
-    square = [module for module, shape in weights.items() if shape == (C, C)]
-    if len(square) == 1 and not (fused or of_heads):
+    if modules.has(_FUSED):
+        qkv = [modules.take("c_attn", _FUSED, None, C)]
+    elif modules.has(_QKV[0]):
+        rows = None if modules.has(r"\*.*\*") else C
+        qkv = [modules.take("c_attn", words, rows, C) for words in _QKV]
+    else:
         raise _UndecidedError(
             "c_attn: rows of one matrix may be interleaved by head, as query_key_value's are"
         )
-    qkv = fused or [_by_word(of_heads or square, matrix) for matrix in ("queries", "keys", "values")]
-    proj = _one((module for module in square if module not in qkv), "attention's output")
-    wide = {m: shape for m, shape in weights.items() if len(shape) == 2 and m not in (*qkv, proj)}
-    fc = _one((m for m, shape in wide.items() if shape[1] == C), "the MLP's first matrix")
-    down = _one((m for m, shape in wide.items() if shape == weights[fc][::-1] and m != fc), "its second")
-    for module in (*qkv, proj, fc, down):
-        if "bias" in modules[module] and modules[module]["bias"][1] != weights[module][:1]:
-            raise _UndecidedError(f"rows and columns of {module}, whose bias is of the other size")
-    norms = [module for module, shape in weights.items() if shape == (C,)]
-    second = _by_word(norms, "ln_2")
-    first = _one((module for module in norms if module != second), "ln_1")
-    found = {"ln_1": [first], "attn.c_attn": qkv, "attn.c_proj": [proj], "ln_2": [second]}
-    found |= {"mlp.c_fc": [fc], "mlp.c_proj": [down]}
-    return {f"h.*.{ours}": theirs for ours, theirs in found.items()}
+    found = {
+        "attn.c_attn": qkv,
+        "attn.c_proj": [modules.take("attention's output", "", C, C)],
+        "ln_2": [modules.take("ln_2", _SECOND, C)],
+        "ln_1": [modules.take("ln_1", "", C)],
+        "mlp.c_fc": [modules.take("c_fc", "", None, C)],
+        "mlp.c_proj": [modules.take("the MLP's output", "", C, None)],
+    }
+    return {f"h.*.{ours}": parts for ours, parts in found.items()}
 
 
-def _entries(ours: str, modules: list[dict[str, tuple[str, Shape]]], is_in_out: bool) -> dict[str, Any]:
-    """Return the entries of a module's weight and bias."""
-    entries: dict[str, Any] = {}
+def _entries(ours: str, parts: list[Part], is_in_out: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a module's weight and bias."""
     for kind in ("weight", "bias"):
-        names = [one[kind][0] for one in modules if kind in one]
-        if names:
-            is_matrix = ours.startswith("h.") and len(modules[0][kind][1]) == 2
-            entries[f"{ours}.{kind}"] = {"names": names, "transpose": is_in_out} if is_matrix else names
-    return entries
+        if names := [part[kind][0] for part in parts if kind in part]:
+            is_matrix = ours.startswith("h.") and len(parts[0][kind][1]) == 2
+            yield f"{ours}.{kind}", {"names": names, "transpose": is_in_out} if is_matrix else names
