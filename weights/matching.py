@@ -74,7 +74,7 @@ def family_of(source: Source) -> Family:
             return model_type.family
     raise source.error(
         f"holds {format} of no model that is implemented, and no config.json beside it has a model_type. If it is a "
-        f"GPT-2 by other names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names` may propose."
+        f"GPT-2 by other names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names linear` may propose."
     )
 
 

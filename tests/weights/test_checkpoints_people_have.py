@@ -85,6 +85,12 @@ KINDS = {
         "LLMs-from-scratch",
     ),
     "lecture": (Lecture, lambda m: m.state_dict(), None, "Karpathy's lecture"),
+    "lecture with arguments of other heads": (
+        Lecture,
+        lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_head": 4}},
+        None,
+        "Karpathy's lecture",
+    ),
     "lecture in Lightning": (
         Lecture,
         lambda m: {"state_dict": prefixed(m, "gpt.")},
@@ -241,10 +247,12 @@ def test_a_training_checkpoint_by_such_names_with_the_key_or_without(tmp_path, k
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
+LECTURE = {"ln_1": "ln1", "ln_2": "ln2", "mlp.c_fc": "ffwd.net.0", "mlp.c_proj": "ffwd.net.2"}
 MISNAMED = [
     (OF_TORCH | {"counts": "h"}, "gives names for counts, which is no parameter"),
     (OF_TORCH | {"wte": 3}, "gives 3: it must give a name, a list"),
     (OF_TORCH | {"wte": {"names": ["tokens"], "axes": 0}}, "axes"),
+    (OF_TORCH | {"wte": {"names": ["tokens"], "axis": 1.0}}, "'axis': 1.0"),
     (OF_TORCH | {"wte": None}, "holds no matrix wte.weight"),
     (OF_TORCH | {"ln_f": None}, "described without ln_f.weight"),
     ({name: value for name, value in OF_TORCH.items() if name != "counts"}, "unexpected: counts"),
@@ -293,6 +301,25 @@ def test_names_that_the_file_has_are_given_others(tmp_path):
 def test_names_are_for_gpt_2_alone(tmp_path):
     folder = write_named(tmp_path, arrays_of(made(OfTorch())), OF_TORCH, RELU | {"model_type": "bloom"})
     assert_refused(folder, "by GPT-2's parameters and the model_type 'bloom'")
+
+
+@pytest.mark.parametrize("fields", [{"n_head": 4}, {}])
+def test_heads_of_a_config_json_are_those_of_the_matrices(tmp_path, fields):
+    arrays = renamed(arrays_of(made(Lecture())), ("blocks", "units"))
+    names = {
+        "wte": "token_embedding_table",
+        "wpe": "position_embedding_table",
+        "units.*.sa.heads.*.tril": None,
+    }
+    names |= {f"h.*.{ours}": f"units.*.{name}" for ours, name in LECTURE.items()}
+    names["h.*.attn.c_attn"] = [f"units.*.sa.heads.*.{matrix}" for matrix in ("query", "key", "value")]
+    names["h.*.attn.c_proj"] = {"names": "units.*.sa.proj", "transpose": False}
+    sizes = {"n_embd": C, "n_layer": L, "n_positions": T, "vocab_size": V, "model_type": "gpt2"}
+    sentence = f"has {H} heads, and config.json {fields.get('n_head', 12)}"
+    folder = write_named(
+        tmp_path, arrays, names, {**sizes, **fields, **({} if fields else {"n_embd": 12 * C})}
+    )
+    assert_refused(folder, sentence)
 
 
 def test_norms_without_biases_are_told(tmp_path):

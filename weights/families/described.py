@@ -55,7 +55,7 @@ class Stored:
         names = [fields["names"]] if isinstance(fields.get("names"), str) else fields.get("names")
         axis, is_in_out = fields.get("axis", 0), fields.get("transpose")
         are_texts = isinstance(names, list) and names and all(map(_is_name, names))
-        is_known = fields.keys() <= {"names", "axis", "transpose"} and axis in (0, 1)
+        is_known = fields.keys() <= {"names", "axis", "transpose"} and type(axis) is int and 0 <= axis <= 1
         if not (are_texts and is_known and (is_in_out is None or is_bool(is_in_out))):
             raise ValueError(shown(value))
         if "*" in key and not all("*" in name for name in names):
@@ -166,17 +166,20 @@ class Model:
             raise self.source.error(f"holds no matrix {listed(names) or parameter}, which shows a size.")
         return shape
 
-    def sizes(self) -> dict[str, Any]:
+    def check(self, n_layer: int) -> None:
         """Raise CheckpointError before any list of names that is out of proportion to the file."""
         lengths = sum(
             len(name)
-            * (self.n_layer if "*" in key else 1)
+            * (n_layer if "*" in key else 1)
             * (self.heads if name.count("*") > key.count("*") else 1)
             for key, stored in self.description.entries.items()
             for name in (stored or _NO_ENTRY).names
         )
         if lengths > MAX_LENGTHS * sum(map(len, self.tensors)):
             raise self.source.error(f"is described by more names than it has: {lengths} characters.")
+
+    def sizes(self) -> dict[str, Any]:
+        self.check(self.n_layer)
         V, C = self.shape(EMBEDDING)
         rows, columns = self.shape("h.0.mlp.c_fc.weight")
         stored = self.stored("h.0.mlp.c_fc.weight")
@@ -195,6 +198,7 @@ class Model:
 
     def rules(self, config: ModelConfig, requires_biases: bool) -> dict[str, TensorRule]:
         """Return the rules. A kind of layer may have no biases; if one is there, all are."""
+        self.check(config.n_layer)
         kind = self.description.kind
         shapes = parameter_shapes(config)
         biases = {name for name in shapes if name.endswith(".bias")}

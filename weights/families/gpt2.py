@@ -40,9 +40,7 @@ WRAPPERS = ("transformer", "model", "module", "_orig_mod")
 _WRAPPERS = re.compile(rf"(({'|'.join(WRAPPERS)})\.)+")
 MODEL = "model"  # the key of the model next to an average of it
 # Keys of a training run's state, whose tensors are no parameters.
-_OF_TRAINING = re.compile(
-    r"(?i)\w*(optim|sched|scaler|loss|metric)\w*|(\w*_)?rng(_\w*)?|ema(_\w*)?|opt|callbacks|loops"
-)
+_OF_TRAINING = re.compile(r"(?i)\w*(optim|sched|scaler)\w*|(\w*_)?rng(_\w*)?|ema(_\w*)?|opt|callbacks|loops")
 MAX_KEY = 60  # characters
 BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
@@ -142,7 +140,7 @@ FAMILY = Family(
     named=named,
     ignored=IGNORED,
     advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}. '
-    "`tinygpt info --write-names` may propose it.",
+    "`tinygpt info --write-names linear` may propose it.",
 )
 
 

@@ -14,7 +14,7 @@ from ..containers.torch import Stub, fields_of, read_plain_pickle
 from ..errors import CheckpointError
 from ..files import TENSOR_NAMES
 from .described import Description, Model, with_head_bias
-from .family import Family, Source, TensorRule, config_of_parts
+from .family import Family, Source, TensorRule, config_of_parts, renamed
 from .gpt2 import BESIDE, model_config
 
 # Settings that no shape shows in a complete file; of others, such as a vocabulary that was padded, the tensors decide.
@@ -91,11 +91,14 @@ def described(
 
     def config(source: Source) -> ModelConfig:
         beside = source.config_json or {}
+        seen = Model(description, source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
         if source.model_type == "gpt2" and activation is None:
-            return model_config(beside, source.json("generation_config.json"))
+            config = model_config(beside, source.json("generation_config.json"))
+            if (heads := seen.get("n_head", config.n_head)) != config.n_head:
+                raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
+            return config
         model = fields_of(beside.get("model"))  # minGPT's
         guessed = {"n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))}
-        seen = Model(description, source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
         if activation is not None:
             guessed["activation_function"] = activation
         elif "activation_function" not in beside:
@@ -104,6 +107,7 @@ def described(
                 'activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu".'
             )
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
+        said |= renamed(seen, {"n_head": "n_head"})  # by a matrix of each
         return config_of_parts(source, "the checkpoint", guessed, seen, said)
 
     def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
