@@ -6,7 +6,7 @@ the head is not the table.
 """
 
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..config import EMBEDDING, HEAD, POSITIONS
 from ..containers.onnx import PRODUCTS, Graph, Node
@@ -14,108 +14,111 @@ from .family import MODULES
 
 _SAME = ("Identity", "Cast", "Transpose")  # operations whose output is a tensor by another name
 _VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Dropout")  # that keep activations
+_OF_MASKS = ("Where", "Concat")  # that may take another constant
 _NORMS = {
     "LayerNormalization": 1,
     "SkipLayerNormalization": 2,
     "EmbedLayerNormalization": 5,
 }  # place of the weight
-_BIASED = {"SkipLayerNormalization": 4, "FastGelu": 1, "BiasGelu": 1}  # place of the product's bias before
-_OF_MASKS = ("Where", "Concat")  # operations that may take another constant
+_BIASED = ("Add", "FastGelu", "BiasGelu")  # whose second input may be a bias
 _IS_NORM = [module.startswith("ln_") for module in MODULES]
 _HALF = len(MODULES) // 2  # modules between two sums with the stream
 STREAM, NORMED, INNER, OTHER = "stream", "normed", "inner", "other"
+Made = tuple[str, int]  # what an activation is, and the number of modules before it
 
 
 class _OtherModelError(Exception):
     """An operation that no plain GPT-2 has."""
 
 
+@dataclass
+class _Module:
+    is_norm: bool
+    weight: str
+    bias: str | None
+
+
 class _Walk:
-    """tables, and modules: whether it is a norm, and the names of weight and bias, in the order of operations."""
+    """The tables and modules in the order of operations."""
 
     def __init__(self, graph: Graph):
         self.tensors = graph.tensors
         self.tables: list[str] = []
-        self.modules: list[tuple[bool, str, str | None]] = []
+        self.modules: list[_Module] = []
         self._names = {name: name for name in graph.tensors}
-        self._values: dict[str, tuple[str, int]] = {}  # activations, and the number of modules before them
+        self._made: dict[str, Made] = {}
         for node in graph.nodes:
-            self._take(node)
+            self._take(node, [*map(self._names.get, node.inputs), *[None] * 7])
 
-    def _take(self, node: Node) -> None:
-        weights = [*map(self._names.get, node.inputs), *[None] * 7]
-        values = [self._values[name] for name in node.inputs if name in self._values]
-        if node.kind in _SAME and weights[0]:
-            self._names |= dict.fromkeys(node.outputs, weights[0])
-        elif node.kind == "Gather" and weights[0] and len(self.tensors[weights[0]].shape) == 2:
-            self.tables.append(weights[0])
-            self._values |= dict.fromkeys(node.outputs, (STREAM, 0))
+    def _take(self, node: Node, weights: list[str | None]) -> None:
+        made = [self._made[name] for name in node.inputs if name in self._made]
+        first = weights[0]
+        if node.kind in _SAME and first:
+            self._names |= dict.fromkeys(node.outputs, first)
+        elif node.kind == "Gather" and first and len(self.tensors[first].shape) == 2:
+            self.tables.append(first)
+            self._made |= dict.fromkeys(node.outputs, (STREAM, 0))
         elif node.kind in _NORMS:
-            self._take_norm(node, weights, values)
+            self._take_norm(node, weights, made)
         elif (node.kind in PRODUCTS or node.kind == "Attention") and weights[1]:
             self._take_product(node, weights)
-        elif values and node.kind != "Shape":
-            self._values |= dict.fromkeys(node.outputs, self._made(node, weights, values))
+        elif made and node.kind != "Shape":
+            self._made |= dict.fromkeys(node.outputs, self._result(node, weights, made))
 
-    def _take_norm(self, node: Node, weights: list[str | None], values: list[tuple[str, int]]) -> None:
+    def _take_norm(self, node: Node, weights: list[str | None], made: list[Made]) -> None:
         if node.kind == "EmbedLayerNormalization":
             self.tables += filter(None, weights[2:4])
-            stream = STREAM, 0
-        else:
-            self._add_bias(weights[_BIASED.get(node.kind, -1)])
-            stream = self._sum(values)
+            made = [(STREAM, 0)]
+        elif node.kind == "SkipLayerNormalization" and weights[4]:
+            self._add_bias(weights[4])
+        stream = self._sum(made)
         place = _NORMS[node.kind]
-        weight = weights[place]
-        if stream != (STREAM, len(self.modules)) or weight is None:
+        if stream != (STREAM, len(self.modules)) or weights[place] is None:
             raise _OtherModelError
-        self.modules.append((True, weight, weights[place + 1]))
-        self._values |= dict.fromkeys(node.outputs[1:], stream)
-        self._values[node.outputs[0]] = NORMED, len(self.modules)
+        self.modules.append(_Module(True, str(weights[place]), weights[place + 1]))
+        self._made |= dict.fromkeys(node.outputs[1:], stream)
+        self._made[node.outputs[0]] = NORMED, len(self.modules)
 
     def _take_product(self, node: Node, weights: list[str | None]) -> None:
-        of, about = self._values.get(node.inputs[0]), node.attributes
-        wanted = NORMED if self.modules and self.modules[-1][0] else INNER
+        about = node.attributes
+        of = NORMED if self.modules and self.modules[-1].is_norm else INNER
         is_other = node.kind == "Attention" and (
             about.get("unidirectional") != 1 or about.get("do_rotary") or about.get("scale")
         )
         is_scaled = any(about.get(name, 1) != 1 for name in ("alpha", "beta")) or about.get("transA")
-        if of != (wanted, len(self.modules)) or is_other or is_scaled:
+        if self._made.get(node.inputs[0]) != (of, len(self.modules)) or is_other or is_scaled:
             raise _OtherModelError
-        self.modules.append((False, str(weights[1]), weights[2]))
-        self._values |= dict.fromkeys(node.outputs, (INNER, len(self.modules)))
+        self.modules.append(_Module(False, str(weights[1]), weights[2]))
+        self._made |= dict.fromkeys(node.outputs, (INNER, len(self.modules)))
 
-    def _made(self, node: Node, weights: list[str | None], values: list[tuple[str, int]]) -> tuple[str, int]:
-        kinds = {kind for kind, _ in values}
-        named = [self.tensors[name] for name in weights if name]
-        has_weights = any(one.is_floating and max(one.shape, default=1) > 1 for one in named)
+    def _result(self, node: Node, weights: list[str | None], made: list[Made]) -> Made:
+        named = [name for name in weights if name]
+        tensors = [self.tensors[name] for name in named]
+        has_weights = any(one.is_floating and max(one.shape, default=1) > 1 for one in tensors)
         if node.kind in _VIEWS:
-            return values[0]
-        if node.kind in _BIASED or (node.kind == "Add" and has_weights):
-            self._add_bias(next(filter(None, weights), None), values)
-            return values[0]
+            return made[0]
+        if node.kind in _BIASED and has_weights and made == [(INNER, len(self.modules))]:
+            self._add_bias(named[0])
+            return made[0]
         if (has_weights and node.kind not in _OF_MASKS) or re.search("Rotary|Attention", node.kind):
             raise _OtherModelError
+        kinds = {kind for kind, _ in made}
         if node.kind == "Add" and STREAM in kinds:
-            return self._sum(values)
-        return INNER if kinds == {INNER} else OTHER, max(step for _, step in values)
+            return self._sum(made)
+        return INNER if kinds == {INNER} else OTHER, max(step for _, step in made)
 
-    def _sum(self, values: list[tuple[str, int]]) -> tuple[str, int]:
+    def _sum(self, made: list[Made]) -> Made:
         """Return the stream: of tables, or the one before the last norm, and what was made since."""
         step = len(self.modules)
-        is_stream = values in ([(STREAM, step)], [(STREAM, 0)] * 2) or sorted(values) == [
-            (INNER, step),
-            (STREAM, step - _HALF),
-        ]
-        return (STREAM if is_stream else OTHER), step
+        parts = [(INNER, step), (STREAM, step - _HALF)]
+        is_stream = made in ([(STREAM, step)], [(STREAM, 0)] * 2) or sorted(made) == parts
+        return STREAM if is_stream else OTHER, step
 
-    def _add_bias(self, name: str | None, values: list[tuple[str, int]] | None = None) -> None:
-        """Give the last product a bias, of whose output alone it is a part."""
-        if name is None:
-            return
-        is_its = values in (None, [(INNER, len(self.modules))])
-        if not is_its or not self.modules or self.modules[-1][0] or self.modules[-1][2]:
+    def _add_bias(self, name: str) -> None:
+        """Give the last product a bias."""
+        if not self.modules or self.modules[-1].is_norm or self.modules[-1].bias:
             raise _OtherModelError
-        self.modules[-1] = (*self.modules[-1][:2], name)
+        self.modules[-1].bias = name
 
 
 def roles_of(graph: Graph) -> dict[str, str]:
@@ -124,26 +127,20 @@ def roles_of(graph: Graph) -> dict[str, str]:
         walk = _Walk(graph)
     except _OtherModelError:
         return {}
-    modules = walk.modules
-    head = modules.pop() if modules and not modules[-1][0] else None
-    L, rest = divmod(len(modules) - 1, len(MODULES))
-    is_plain = rest == 0 and [is_norm for is_norm, _, _ in modules] == [*_IS_NORM * L, True]
-    if L < 1 or not is_plain or not head or head[2] or not all(bias for _, _, bias in modules):
+    L = len(walk.modules) // len(MODULES)
+    if L < 1 or [module.is_norm for module in walk.modules] != [*_IS_NORM * L, True, False]:
         return {}
-    names = [*(f"h.{layer}.{module}" for layer in range(L) for module in MODULES), "ln_f"]
-    roles = dict(_tables(walk, head[1]))
-    for module, (_, weight, bias) in zip(names, modules, strict=True):
-        roles |= {f"{module}.weight": weight, f"{module}.bias": str(bias)}
-    if head[1] != roles.get(EMBEDDING):
-        roles[HEAD] = head[1]
-    return roles if EMBEDDING in roles else {}
-
-
-def _tables(walk: _Walk, head: str) -> Iterator[tuple[str, str]]:
-    """Yield the embedding, which is the head's own or has its rows, and the positions, if that tells them apart."""
-    V = max(walk.tensors[head].shape)
-    likely = [name for name in walk.tables if name == head or walk.tensors[name].shape[0] == V]
+    *modules, head = walk.modules
+    if head.bias or not all(module.bias for module in modules):
+        return {}
+    # The embedding is the head's own table, or has its rows.
+    V = max(graph.tensors[head.weight].shape)
+    likely = [name for name in walk.tables if name == head.weight or graph.tensors[name].shape[0] == V]
     others = [name for name in walk.tables if name not in likely]
-    if len(likely) == len(others) == 1:
-        yield EMBEDDING, likely[0]
-        yield POSITIONS, others[0]
+    if not len(likely) == len(others) == 1:
+        return {}
+    roles = {EMBEDDING: likely[0], POSITIONS: others[0]}
+    names = [*(f"h.{layer}.{module}" for layer in range(L) for module in MODULES), "ln_f"]
+    for name, module in zip(names, modules, strict=True):
+        roles |= {f"{name}.weight": module.weight, f"{name}.bias": str(module.bias)}
+    return roles if head.weight == likely[0] else {**roles, HEAD: head.weight}
