@@ -14,14 +14,14 @@ MORE = 8
 NO_TOKEN = range(VOCAB_SIZE, VOCAB_SIZE + MORE)
 
 
-def write_padded(folder):
-    """Logits are the same at each position, greatest for the rows of no token."""
+def write_padded(folder, scale=10.0):
+    """Logits are the same at each position, greatest for the rows of no token, with about 8 times the scale."""
     file = write_with_demo_tokenizer(folder) / "model.safetensors"
     tensors = load_file(file)
     direction = np.ones(C, np.float32)
     tensors["transformer.ln_f.weight"] *= 0
     tensors["transformer.ln_f.bias"] = direction
-    rows = np.outer(np.linspace(10, 11, MORE), direction).astype(np.float32)
+    rows = np.outer(np.linspace(scale, 1.1 * scale, MORE), direction).astype(np.float32)
     tensors["transformer.wte.weight"] = np.concatenate([tensors["transformer.wte.weight"], rows])
     save_file(tensors, file)
     write_config(folder, vocab_size=VOCAB_SIZE + MORE, n_positions=40)
@@ -69,6 +69,26 @@ def test_log_probabilities_are_of_all_rows(padded):
     (token_id,) = output.outputs[0].token_ids
     (best,) = output.outputs[0].logprobs[0].keys() - {token_id}
     assert best == NO_TOKEN[-1]
+
+
+def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_path):
+    """Alone, together, in steps of one and of several."""
+    fields = {"max_tokens": 30, "temperature": 1.0, "n": 4, "ignore_eos": True}
+    with LLM(write_padded(tmp_path / "model", 1.2), max_num_seqs=8) as llm:
+        several = [
+            [o.token_ids for o in one.outputs] for one in llm.generate([[1], [2, 3]], fields_of(fields))
+        ]
+        single = [llm.generate([ids], fields_of(fields, logprobs=0))[0].outputs for ids in ([1], [2, 3])]
+        named = llm.generate([[1]], fields_of(fields, logit_bias=dict.fromkeys(NO_TOKEN, 0.0)))[0].outputs
+    assert several == [[o.token_ids for o in outputs] for outputs in single]
+    assert max(max(ids) for one in several for ids in one) < VOCAB_SIZE
+    for text, other in zip(several[0], named, strict=True):
+        first = next(i for i, token_id in enumerate(other.token_ids) if token_id in NO_TOKEN)
+        assert text[:first] == other.token_ids[:first]
+
+
+def fields_of(fields, **more):
+    return SamplingParams(**fields, **more, seed=5)
 
 
 def test_it_is_said_once(tmp_path, caplog):

@@ -37,6 +37,7 @@ class TokenRules:
     bias_ids: np.ndarray  # int32
     biases: np.ndarray  # float32
     processors: tuple[LogitsProcessor, ...]  # those of `sampling.processors_of`
+    unwritten: frozenset[int] = frozenset()  # ids of no token that params do not name
 
     @classmethod
     def of(
@@ -47,15 +48,13 @@ class TokenRules:
         breakers: Breakers,
         unwritten: range = range(0),
     ) -> "TokenRules":
-        """Return the rules. unwritten: ids of no token, which come only if params name them."""
         known = {token_id for token_id in eos_token_ids if token_id < vocab_size}
-        biases = dict(params.logit_bias)
-        named = {*biases, *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
-        biases |= dict.fromkeys((token_id for token_id in unwritten if token_id not in named), -math.inf)
+        named = {*dict(params.logit_bias), *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
         return cls(
-            bias_ids=np.array([*biases], np.int32),
-            biases=np.array([*biases.values()], np.float32),
+            bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int32),
+            biases=np.array([bias for _, bias in params.logit_bias], np.float32),
             processors=sampling.processors_of(params, known, breakers),
+            unwritten=frozenset(unwritten) - named,
         )
 
 
@@ -70,6 +69,7 @@ class SamplingState:
         rules = sequence.sample.token_rules or NO_RULES
         self.params = params
         self.rules = rules
+        self.bias_ids, self.biases = rules.bias_ids, rules.biases
         is_ft = params.presence_penalty_rule == "fastertransformer"
         presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
         self.penalties = params.repetition_penalty, params.frequency_penalty, presence
@@ -87,6 +87,16 @@ class SamplingState:
         self._filters = sampling.filters_of(params, params.top_p, excludes_top=False)
         self._history = array("i", self.prompt_token_ids if self._has_penalties else ())
         self._num_new = 0
+        if params.num_beams > 1 and rules.unwritten:
+            self.forbid_unwritten()
+
+    def forbid_unwritten(self) -> None:
+        """Let no id of no token come from now on: until one is drawn, backends may draw by themselves."""
+        unwritten = np.array([*self.rules.unwritten], np.int32)
+        self.bias_ids = np.append(self.rules.bias_ids, unwritten)
+        self.biases = np.append(self.rules.biases, np.full(unwritten.size, -np.inf, np.float32))
+        self.is_processed = self.changes_scores = True
+        self.is_plain = False
 
     def update(self, new_token_ids: list[int]) -> None:
         added = new_token_ids[self._num_new :]
@@ -122,8 +132,8 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
-        bias_ids=Ragged.of([s.rules.bias_ids for s in states]),
-        biases=Ragged.of([s.rules.biases for s in states]),
+        bias_ids=Ragged.of([s.bias_ids for s in states]),
+        biases=Ragged.of([s.biases for s in states]),
     )
 
 
@@ -163,6 +173,10 @@ class Sampler:
         warpers = gather_warpers(states)
         _spare_top_k(warpers, sequences)
         token_ids = self._draw(logits, sequences, warpers, filters)
+        for r in _unwritten(token_ids, states):
+            if states[r].wants_raw_logprobs:
+                raw.setdefault(r, logits[r].copy())
+            token_ids[r] = self._draw_written(logits, r, sequences, warpers, filters[r])
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
             if error is None and token_id < 0:
@@ -224,7 +238,21 @@ class Sampler:
         greedy = Warpers(*np.zeros((len(Warpers._fields), count)))
         no_draws = np.zeros(count, np.uint64)
         token_ids = self.backend.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
+        for r in _unwritten(token_ids, [sequence.sampling_state for sequence in sequences]):
+            token_ids[r] = self._draw_written(logits, r, sequences, greedy, [])
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
+
+    def _draw_written(
+        self, logits: Any, r: int, sequences: Seq[Sequence], warpers: Warpers, filters: list[Filter]
+    ) -> int:
+        """Draw row r again, without ids of no token."""
+        state = sequences[r].sampling_state
+        state.forbid_unwritten()
+        scores = logits[r]  # (V,), which a GPU copies
+        scores[[*state.rules.unwritten]] = -np.inf
+        logits[r] = scores
+        own = Warpers(*(column[r : r + 1] for column in warpers))
+        return self._draw(logits[r : r + 1], [sequences[r]], own, [filters])[0]
 
     def _filtered(self, logits: Any, r: int, warpers: Warpers, filters: list[Filter]) -> np.ndarray:
         if filters:
@@ -239,6 +267,12 @@ class Sampler:
         best = zip(ids.tolist(), values.tolist(), strict=True)
         logprobs = {i: logprob for i, logprob in best if logprob > -np.inf}  # without removed tokens
         return SampledToken(token_id, {**logprobs, token_id: float(value)}, float(value))
+
+
+def _unwritten(token_ids: list[int], states: Seq[SamplingState]) -> list[int]:
+    """Return the rows whose id is of no token."""
+    rows = enumerate(zip(token_ids, states, strict=True))
+    return [r for r, (token_id, state) in rows if token_id in state.rules.unwritten]
 
 
 def sampled(token_id: int, sequence: Sequence) -> SampledToken:

@@ -176,10 +176,16 @@ class StepLoop:
         vocab_size = self.runner.config.vocab_size
         ends = np.array([token_id for token_id in every_end if token_id < vocab_size], np.int32)  # (E,)
         taken = 0
+        again = set()  # sequences whose last step is run and drawn again, alone
         for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
-                if sequence.is_finished:
+                if sequence.is_finished or sequence in again:
+                    continue
+                if token_id in sequence.sampling_state.rules.unwritten:
+                    sequence.sampling_state.forbid_unwritten()
+                    again.add(sequence)
+                    self.runner.stop_early(True)
                     continue
                 sequence.append(sampled(token_id, sequence))
                 if token_id >= 0:
