@@ -9,6 +9,8 @@ from safetensors.numpy import load_file, save_file
 from support.paths import VOCAB_SIZE
 from support.tiny_checkpoint import C, copy_tokenizer, write_config, write_with_demo_tokenizer
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.model_runner import MAX_STEPS
+from tinygpt.engine.step_loop import StepTimer
 
 MORE = 8
 NO_TOKEN = range(VOCAB_SIZE, VOCAB_SIZE + MORE)
@@ -32,6 +34,11 @@ def write_padded(folder, scale=10.0):
 def padded(request, tmp_path_factory):
     with LLM(write_padded(tmp_path_factory.mktemp("padded")), device=request.param, max_num_seqs=4) as llm:
         yield llm
+
+
+@pytest.fixture(autouse=True)
+def of_several_steps(monkeypatch):
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: MAX_STEPS if seconds else 1)
 
 
 WAYS = [
@@ -71,14 +78,15 @@ def test_log_probabilities_are_of_all_rows(padded):
     assert best == NO_TOKEN[-1]
 
 
-def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_path):
+def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_path, monkeypatch):
     """Alone, together, in steps of one and of several."""
     fields = {"max_tokens": 30, "temperature": 1.0, "n": 4, "ignore_eos": True}
     with LLM(write_padded(tmp_path / "model", 1.2), max_num_seqs=8) as llm:
         several = [
             [o.token_ids for o in one.outputs] for one in llm.generate([[1], [2, 3]], fields_of(fields))
         ]
-        single = [llm.generate([ids], fields_of(fields, logprobs=0))[0].outputs for ids in ([1], [2, 3])]
+        monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
+        single = [llm.generate([ids], fields_of(fields))[0].outputs for ids in ([1], [2, 3])]
         named = llm.generate([[1]], fields_of(fields, logit_bias=dict.fromkeys(NO_TOKEN, 0.0)))[0].outputs
     assert several == [[o.token_ids for o in outputs] for outputs in single]
     assert max(max(ids) for one in several for ids in one) < VOCAB_SIZE

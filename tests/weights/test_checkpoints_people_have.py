@@ -30,14 +30,6 @@ class GPTConfig:  # build-nanogpt's
     n_embd: int = C
 
 
-@dataclasses.dataclass
-class OtherConfig:
-    seq_length: int = T
-    num_layers: int = L
-    num_heads: int = H
-    dim_embedding: int = C
-
-
 def assert_computes(path, model):
     """Compare the logits with the model's own."""
     checkpoint = open_checkpoint(path)
@@ -69,11 +61,6 @@ NANO_ARGS = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_emb
 FLAGS = {"init_from": "gpt2", "n_head": 4, "n_layer": 12, "n_embd": 768, "block_size": 1024, "bias": False}
 
 
-class AttributeDict(dict):
-    """Lightning's, of hyper parameters."""
-
-
-HYPER = {"hyper_parameters": AttributeDict(cfg={"n_head": 4}, lr=1.0), "global_step": 3}
 MIXED = {"bias": False, "norm_bias": True}
 # By kind: the model, what is saved of it, config.json if it needs one, and the family.
 KINDS = {
@@ -128,10 +115,15 @@ KINDS = {
         "build-nanogpt",
     ),
     "minGPT, makemore": (Nano, lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
-    "Lightning": (Nano, lambda m: {"state_dict": prefixed(m, "net."), **HYPER}, {"n_head": H}, "minGPT"),
+    "Lightning": (
+        Nano,
+        lambda m: {"state_dict": prefixed(m, "net."), "hyper_parameters": {"n_head": 4}},
+        {"n_head": H},
+        "minGPT",
+    ),
     "a compiled model": (
         Nano,
-        lambda m: {"model_state": prefixed(m, "module._orig_mod."), "config": OtherConfig()},
+        lambda m: {"model_state": prefixed(m, "module._orig_mod.")},
         {"n_head": H},
         "minGPT",
     ),
