@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from support.gate import noting
 from support.paths import VOCAB_SIZE
 from support.tiny_checkpoint import C, copy_tokenizer, write_config, write_with_demo_tokenizer
 from tinygpt import LLM, SamplingParams
@@ -81,7 +82,8 @@ def test_log_probabilities_are_of_all_rows(padded):
 def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_path, monkeypatch):
     """Alone, together, in steps of one and of several."""
     fields = {"max_tokens": 30, "temperature": 1.0, "n": 4, "ignore_eos": True}
-    with LLM(write_padded(tmp_path / "model", 1.2), max_num_seqs=8) as llm:
+    with LLM(write_padded(tmp_path / "model", 0.8), max_num_seqs=8) as llm:
+        calls = noting(monkeypatch, llm.engine.runner, "multi_step", lambda *on: on[-2])
         several = [
             [o.token_ids for o in one.outputs] for one in llm.generate([[1], [2, 3]], fields_of(fields))
         ]
@@ -90,8 +92,11 @@ def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_pat
         named = llm.generate([[1]], fields_of(fields, logit_bias=dict.fromkeys(NO_TOKEN, 0.0)))[0].outputs
     assert several == [[o.token_ids for o in outputs] for outputs in single]
     assert max(max(ids) for one in several for ids in one) < VOCAB_SIZE
-    for text, other in zip(several[0], named, strict=True):
-        first = next(i for i, token_id in enumerate(other.token_ids) if token_id in NO_TOKEN)
+    assert calls
+    drawn = [[token_id in NO_TOKEN for token_id in text.token_ids] for text in named]
+    assert any(map(any, drawn))
+    for text, other, is_no_token in zip(several[0], named, drawn, strict=True):
+        first = [*is_no_token, True].index(True)
         assert text[:first] == other.token_ids[:first]
 
 
