@@ -502,6 +502,6 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     state["weights"] = {name.replace("trf_", "my_"): tensor for name, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
-    assert_refused(tmp_path / "ckpt.pt", "write-names` may propose")
+    assert_refused(tmp_path / "ckpt.pt", "write-names linear` may propose")
     assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names", "linear"]) == 0
     assert_computes(tmp_path / "ckpt.pt", model)
