@@ -30,6 +30,11 @@ class GPTConfig:  # build-nanogpt's
     n_embd: int = C
 
 
+@dataclasses.dataclass
+class NanoConfig(GPTConfig):  # nanoGPT's, whose activation is another
+    dropout: float = 0.0
+
+
 def assert_computes(path, model):
     """Compare the logits with the model's own."""
     checkpoint = open_checkpoint(path)
@@ -355,6 +360,7 @@ DAMAGED = [
     (lambda m: {**m.state_dict(), "transformer.h.7.ln_1.weight": torch.ones(C)}, "unexpected: transformer.h.7"),
     (lambda m: {**m.state_dict(), f"{BLOCK}.attn.q_norm.weight": torch.ones(C)}, "unexpected: .*q_norm"),
     (lambda m: {"model": m.state_dict(), "config": FLAGS}, "how many heads"),
+    (lambda m: {"model": m.state_dict(), "config": NanoConfig()}, "how many heads"),
     (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS, "more": [GPTConfig()]}, "n_head 2, and config.json"),
     (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_layer": 4}}, r"missing: h\.3"),
     (lambda m: {"model": no_biases(m, "attn.c_attn"), "model_args": NANO_ARGS}, r"missing: .*attn\.c_attn\.bias"),

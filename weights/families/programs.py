@@ -19,6 +19,13 @@ from .gpt2 import BESIDE, model_config
 
 # Settings that no shape shows in a complete file; of others, such as a vocabulary that was padded, the tensors decide.
 _UNSHOWN = ("n_head", "n_layer", "n_embd")
+_GPT_CONFIG = {
+    "block_size",
+    "vocab_size",
+    "n_layer",
+    "n_head",
+    "n_embd",
+}  # build-nanogpt's; nanoGPT's has more
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
@@ -70,10 +77,8 @@ def _arguments(source: Source) -> dict[str, Any]:
 def _settings(source: Source) -> dict[str, Any]:
     """Return nanoGPT's model_args, or build-nanogpt's GPTConfig: other dictionaries hold the flags of a run."""
     metadata = source.container.metadata
-    config = metadata.get("config")
-    is_build_nanogpts = (
-        "model_args" not in metadata and isinstance(config, Stub) and "block_size" in config.state
-    )
+    config = None if "model_args" in metadata else metadata.get("config")
+    is_build_nanogpts = isinstance(config, Stub) and config.state.keys() == _GPT_CONFIG
     return config.state if is_build_nanogpts else _arguments(source)
 
 
