@@ -6,9 +6,9 @@ from torch import nn
 V, T, C, L, H = 13, 7, 8, 3, 2
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaled_by: int = C // H) -> torch.Tensor:
     """Causal attention of (..., T, D)."""
-    scores = q @ k.mT * k.shape[-1] ** -0.5
+    scores = q @ k.mT * scaled_by**-0.5
     mask = torch.ones(scores.shape[-2:]).tril() == 0
     return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
 
@@ -86,19 +86,20 @@ class Scratch(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self):
+    def __init__(self, scaled_by):
         super().__init__()
+        self.scaled_by = scaled_by
         self.key, self.query, self.value = (nn.Linear(C, C // H, bias=False) for _ in range(3))
         self.register_buffer("tril", torch.tril(torch.ones(T, T)))
 
     def forward(self, x):
-        return attend(self.query(x), self.key(x), self.value(x))
+        return attend(self.query(x), self.key(x), self.value(x), self.scaled_by)
 
 
 class Heads(nn.Module):
-    def __init__(self):
+    def __init__(self, scaled_by):
         super().__init__()
-        self.heads, self.proj = nn.ModuleList(Head() for _ in range(H)), nn.Linear(C, C)
+        self.heads, self.proj = nn.ModuleList(Head(scaled_by) for _ in range(H)), nn.Linear(C, C)
 
     def forward(self, x):
         return self.proj(torch.cat([head(x) for head in self.heads], -1))
@@ -114,10 +115,10 @@ class LectureFeedForward(nn.Module):
 
 
 class LectureBlock(nn.Module):
-    def __init__(self):
+    def __init__(self, scaled_by):
         super().__init__()
         self.sa, self.ffwd, self.ln1, self.ln2 = (
-            Heads(),
+            Heads(scaled_by),
             LectureFeedForward(),
             nn.LayerNorm(C),
             nn.LayerNorm(C),
@@ -129,10 +130,12 @@ class LectureBlock(nn.Module):
 
 
 class Lecture(nn.Module):
-    def __init__(self):
+    """scaled_by: C in the lecture's film, and in most of its heirs."""
+
+    def __init__(self, scaled_by=C // H):
         super().__init__()
         self.token_embedding_table, self.position_embedding_table = nn.Embedding(V, C), nn.Embedding(T, C)
-        self.blocks = nn.Sequential(*(LectureBlock() for _ in range(L)))
+        self.blocks = nn.Sequential(*(LectureBlock(scaled_by) for _ in range(L)))
         self.ln_f, self.lm_head = nn.LayerNorm(C), nn.Linear(C, V)
 
     def forward(self, ids):

@@ -244,7 +244,17 @@ def test_a_training_checkpoint_by_such_names_with_the_key_or_without(tmp_path, k
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-LECTURE = {"ln_1": "ln1", "ln_2": "ln2", "mlp.c_fc": "ffwd.net.0", "mlp.c_proj": "ffwd.net.2"}
+UNITS = {  # the lecture's, in layers of another name
+    "wte": "token_embedding_table",
+    "wpe": "position_embedding_table",
+    "units.*.sa.heads.*.tril": None,
+    "h.*.attn.c_attn": [f"units.*.sa.heads.*.{matrix}" for matrix in ("query", "key", "value")],
+    "h.*.attn.c_proj": {"names": "units.*.sa.proj", "transpose": False},
+    "h.*.ln_1": "units.*.ln1",
+    "h.*.ln_2": "units.*.ln2",
+    "h.*.mlp.c_fc": "units.*.ffwd.net.0",
+    "h.*.mlp.c_proj": "units.*.ffwd.net.2",
+}
 MISNAMED = [
     (OF_TORCH | {"counts": "h"}, "gives names for counts, which is no parameter"),
     (OF_TORCH | {"wte": 3}, "gives 3: it must give a name, a list"),
@@ -303,18 +313,11 @@ def test_names_are_for_gpt_2_alone(tmp_path):
 @pytest.mark.parametrize("fields", [{"n_head": 4}, {}])
 def test_heads_of_a_config_json_are_those_of_the_matrices(tmp_path, fields):
     arrays = renamed(arrays_of(made(Lecture())), ("blocks", "units"))
-    names = {
-        "wte": "token_embedding_table",
-        "wpe": "position_embedding_table",
-        "units.*.sa.heads.*.tril": None,
-    }
-    names |= {f"h.*.{ours}": f"units.*.{name}" for ours, name in LECTURE.items()}
-    names["h.*.attn.c_attn"] = [f"units.*.sa.heads.*.{matrix}" for matrix in ("query", "key", "value")]
-    names["h.*.attn.c_proj"] = {"names": "units.*.sa.proj", "transpose": False}
     sizes = {"n_embd": C, "n_layer": L, "n_positions": T, "vocab_size": V, "model_type": "gpt2"}
+    sizes["scale_attn_by_width"] = False
     sentence = f"has {H} heads, and config.json {fields.get('n_head', 12)}"
     folder = write_named(
-        tmp_path, arrays, names, {**sizes, **fields, **({} if fields else {"n_embd": 12 * C})}
+        tmp_path, arrays, UNITS, {**sizes, **fields, **({} if fields else {"n_embd": 12 * C})}
     )
     assert_refused(folder, sentence)
 
@@ -419,6 +422,17 @@ PROPOSED = {
         "gelu_new",
     ),
     "heads": (Lecture, lambda m: renamed(arrays_of(m), ("blocks", "units")), "relu"),
+    "heads, scaled by width": (
+        lambda: Lecture(C),
+        lambda m: renamed(arrays_of(m), ("token_embedding_table", "token_embedding")),
+        "relu",
+    ),
+    "one matrix in order": (OfTorch, lambda m: renamed(bare(m), ("in_proj_", "qkv.")), "relu"),
+    "as many positions as columns": (
+        OfTorch,
+        lambda m: {**bare(m), "positions.weight": np.resize(m.positions.weight.detach(), (C, C))},
+        "relu",
+    ),
     "a tied head": (
         lambda: Nano(is_tied=True),
         lambda m: renamed(
@@ -432,15 +446,39 @@ PROPOSED = {
 @pytest.mark.parametrize("kind", PROPOSED)
 def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, capsys):
     make, arrays, activation = PROPOSED[kind]
-    layout = "conv1d" if "(in, out)" in kind else "linear"
+    layout = "conv1d" if "(in, out)" in kind else "linear-qkv" if "in order" in kind else "linear"
     model = made(make())
-    folder = write_named(tmp_path, arrays(model), {}, {"n_head": H, "activation_function": activation})
+    config = {"n_head": H, "activation_function": activation}
+    config |= {"scale_attn_by_width": "width" in kind} if "heads" in kind else {}
+    folder = write_named(tmp_path, arrays(model), {}, config)
     (folder / "tensor_names.json").unlink()
     assert cli.main(["info", str(folder), "--write-names", layout]) == 0
     assert "compare it with the model's code" in capsys.readouterr().err
     assert_computes(folder, model)
     assert cli.main(["info", str(folder), "--write-names", layout]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_a_scale_of_scores_is_asked_for_or_told(tmp_path):
+    model = made(Lecture(C))
+    arrays = renamed(arrays_of(model), ("blocks", "units"))
+    assert_refused(
+        write_named(tmp_path / "a", arrays, UNITS), "arithmetic: write .*with scale_attn_by_width, true if"
+    )
+    assert_refused(
+        write_named(tmp_path / "b", arrays, UNITS, {}), "activation_function, .*, and scale_attn_by_width"
+    )
+    config = RELU | {"scale_attn_by_width": 8}
+    assert_refused(write_named(tmp_path / "c", arrays, UNITS, config), "is 8 and must be true or false")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    write_json(tmp_path / "config.json", {"scale_attn_by_width": True})
+    assert any("the model's width" in quirk for quirk in assert_computes(tmp_path / "model.pt", model).quirks)
+
+
+def test_heads_of_other_names_are_not_the_lectures(tmp_path):
+    arrays = renamed(arrays_of(made(Lecture())), ("ffwd", "ff"))
+    save_file(arrays, tmp_path / "model.safetensors")
+    assert_refused(tmp_path, "of no model that is implemented", "write-names linear")
 
 
 def scales(name):
@@ -460,6 +498,10 @@ UNDECIDED = {
     "three matrices of the other layout": (
         lambda m: without(divided(arrays_of(m)), "counts"),
         "rows and columns",
+    ),
+    "no output of attention": (
+        lambda m: {n: a for n, a in bare(m).items() if "out_proj" not in n},
+        "attention's output .nothing fits.*A model without one of them is no GPT-2",
     ),
     "rows that may be interleaved by head": (
         lambda m: renamed(bare(m), ("attention.in_proj_", "attention.query_key_value.")),

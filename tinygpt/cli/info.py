@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "list the models of the Hub that are in the cache, and read none (default: off)"
     parser.add_argument("--cached", action="store_true", help=about)
     about = "write a tensor_names.json next to a GPT-2 of unknown names, if shapes leave one answer: its matrices are "
-    about += "(out, in), as torch's Linear, or (in, out), as transformers' Conv1D (default: off)"
-    parser.add_argument("--write-names", choices=("linear", "conv1d"), help=about)
+    about += "(out, in), as torch's Linear, with -qkv if one matrix has all queries, then keys, then values, or (in, "
+    about += "out), as transformers' Conv1D (default: off)"
+    parser.add_argument("--write-names", choices=("linear", "linear-qkv", "conv1d"), help=about)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -87,7 +88,9 @@ def _write_names(path: Path, layout: str) -> None:
         raise CheckpointError(f"{place} is there already: move it to have another.")
     text = json.dumps(proposed_names(source, layout), indent=1)
     place.write_text(text, encoding="utf-8")
-    log(f"wrote {place}: compare it with the model's code, whose layer norms must come before its blocks")
+    log(
+        f"wrote {place}: compare it with the model's code, which must use all of it, and layer norms before blocks"
+    )
 
 
 def _print_cached(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -196,8 +197,13 @@ class Model:
             {"n_head": self.heads} if self.heads else {}
         )
 
-    def rules(self, config: ModelConfig, requires_biases: bool) -> dict[str, TensorRule]:
-        """Return the rules. A kind of layer may have no biases; if one is there, all are."""
+    def rules(
+        self, config: ModelConfig, requires_biases: bool, is_by_width: bool = False
+    ) -> dict[str, TensorRule]:
+        """Return the rules. A kind of layer may have no biases; if one is there, all are.
+
+        is_by_width: scores are divided by the root of C, which queries take in.
+        """
         self.check(config.n_layer)
         kind = self.description.kind
         shapes = parameter_shapes(config)
@@ -209,7 +215,10 @@ class Model:
             if parameter in biases and kind(parameter) not in with_bias:
                 rules[parameter] = NO_BIAS
             elif stored.names:
-                rules[parameter] = TensorRule(stored.names, self._joined(parameter, stored, shape))
+                transform = self._joined(parameter, stored, shape)
+                if is_by_width and ".c_attn." in parameter:
+                    transform = replace(transform, of_whole=partial(_with_queries_by, config.n_head**-0.5))
+                rules[parameter] = TensorRule(stored.names, transform)
             elif parameter != HEAD:
                 raise self.source.error(f"is described without {parameter}, which every GPT-2 has.")
         if self.has_any(HEAD_BIAS):
@@ -248,6 +257,13 @@ def joined(axis: int, is_in_out: bool) -> Transform:
         return part[::-1] if is_in_out else part
 
     return Transform(stored_shape, np.transpose if is_in_out else None, axis)
+
+
+def _with_queries_by(factor: float, array: np.ndarray) -> np.ndarray:
+    """Return queries, keys and values, of which queries, the first third of rows, are multiplied."""
+    scaled = array.copy()
+    scaled[: len(array) // 3] *= np.float32(factor)
+    return scaled
 
 
 def with_head_bias(stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

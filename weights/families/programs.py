@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..config import ModelConfig
+from ..config import EMBEDDING, ModelConfig
 from ..containers.torch import Stub, fields_of, read_plain_pickle
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_bool, shown
 from ..files import TENSOR_NAMES
 from .described import Description, Model, with_head_bias
 from .family import Family, Source, TensorRule, config_of_parts, renamed
@@ -26,6 +26,9 @@ _GPT_CONFIG = {
     "n_head",
     "n_embd",
 }  # build-nanogpt's; nanoGPT's has more
+# Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
+BY_WIDTH = "scale_attn_by_width"
+_BY_WIDTH = f"scores are divided by the root of the model's width, as config.json says ({BY_WIDTH})"
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
@@ -82,6 +85,28 @@ def _settings(source: Source) -> dict[str, Any]:
     return config.state if is_build_nanogpts else _arguments(source)
 
 
+def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
+    """Raise CheckpointError if config.json does not say what no shape shows."""
+    asked = []
+    if source.model_type != "gpt2" and "activation_function" not in beside:
+        asked.append('n_head and an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"')
+    if has_heads and BY_WIDTH not in beside:
+        about = (
+            "true if scores are divided by the root of the model's width, false if by that of a head's size"
+        )
+        asked.append(f"{BY_WIDTH}, {about}")
+    if asked:
+        place = source.folder / "config.json"
+        raise source.error(f"does not say all of its arithmetic: write {place} with {', and '.join(asked)}.")
+
+
+def _is_by_width(source: Source) -> bool:
+    given = (source.config_json or {}).get(BY_WIDTH, False)
+    if not is_bool(given):
+        raise source.error(f"has a config.json whose {BY_WIDTH} is {shown(given)} and must be true or false.")
+    return given
+
+
 def described(
     name: str,
     names: Mapping[str, Any],
@@ -97,6 +122,8 @@ def described(
     def config(source: Source) -> ModelConfig:
         beside = source.config_json or {}
         seen = Model(description, source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
+        if activation is None:
+            _ask(source, beside, has_heads="n_head" in seen)
         if source.model_type == "gpt2" and activation is None:
             config = model_config(beside, source.json("generation_config.json"))
             if (heads := seen.get("n_head", config.n_head)) != config.n_head:
@@ -106,29 +133,28 @@ def described(
         guessed = {"n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))}
         if activation is not None:
             guessed["activation_function"] = activation
-        elif "activation_function" not in beside:
-            raise source.error(
-                f"does not say its activation: write {source.folder / 'config.json'} with n_head and an "
-                'activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu".'
-            )
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
         said |= renamed(seen, {"n_head": "n_head"})  # by a matrix of each
         return config_of_parts(source, "the checkpoint", guessed, seen, said)
 
     def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-        return Model(description, source).rules(config, _settings(source).get("bias") is True)
+        has_biases = _settings(source).get("bias") is True
+        return Model(description, source).rules(config, has_biases, _is_by_width(source))
 
     def quirks(source: Source, config: ModelConfig) -> list[str]:
         norms = "layer norms have no biases: they are no RMSNorms here"
         has_none = not Model(description, source).has_any("ln_f.bias")
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
-        return [told] * (activation is not None) + [norms] * has_none + [quirk] * bool(quirk)
+        scale = _BY_WIDTH if _is_by_width(source) else quirk
+        return [told] * (activation is not None) + [norms] * has_none + [scale] * bool(scale)
 
     def detect(source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
         model = Model(description, source)
         names = model.stored("h.0.attn.c_attn.weight").names
         shape = model.tensors[names[0]].shape if model.tensors.keys() >= {*names} and names else ()
+        if len(names) > 1 and not all(map(model.has_any, (EMBEDDING, "h.0.mlp.c_fc.weight"))):
+            return False  # only names tell
         return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
 
     return Family(
@@ -207,5 +233,5 @@ LECTURE = _OF_THREE(
     "Karpathy's lecture",
     _LECTURE,
     "relu",
-    quirk="scores are divided by the root of a head's size, as in gpt.py, and not of the model's width",
+    quirk=f"scores are divided by the root of a head's size, as in gpt.py; {BY_WIDTH} in config.json changes it",
 )

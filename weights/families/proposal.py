@@ -15,7 +15,7 @@ from .described import MAX_NAME
 from .family import Source
 from .gpt2 import is_beside
 
-LAYOUTS = {"linear": False, "conv1d": True}  # whether matrices are (in, out)
+LAYOUTS = {"linear": False, "conv1d": True, "linear-qkv": False}  # whether matrices are (in, out)
 _NUMBER = re.compile(r"(?<![^._])\d{1,5}(?=\.)")
 _KIND = re.compile(r"(.*)[._](?:(weight|scale|gamma)|bias|shift|beta)")
 _MASK = re.compile(r"(?:.*[._])?(?:\w{0,20}mask|tril|triu|bias)")
@@ -57,11 +57,11 @@ class _Modules:
         return any(re.search(words, module, re.IGNORECASE) for module in self.left)
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
-        """Return the one module of a shape whose name has the words. None: any size that is not the width."""
+        """Return the one module of a shape whose name has the words. None: any size."""
         found = [
             module
             for module, part in self.left.items()
-            if self._is_like(part, shape) and re.search(words, module, re.IGNORECASE)
+            if _is_like(part, shape) and re.search(words, module, re.IGNORECASE)
         ]
         if len(found) != 1:
             raise _UndecidedError(f"{what} ({listed(found, 4) or 'nothing fits'})")
@@ -70,23 +70,26 @@ class _Modules:
             raise _UndecidedError(f"rows and columns of {found[0]}, whose bias is of the other size")
         return part
 
-    def _is_like(self, part: Part, wanted: tuple[int | None, ...]) -> bool:
-        sizes = part["weight"][1] if "weight" in part else ()
-        known = tuple(size if size == self.width else None for size in sizes)
-        return known == wanted
+
+def _is_like(part: Part, wanted: tuple[int | None, ...]) -> bool:
+    sizes = part["weight"][1] if "weight" in part else ()
+    return len(sizes) == len(wanted) and all(
+        one in (None, size) for one, size in zip(wanted, sizes, strict=True)
+    )
 
 
 def proposed_names(source: Source, layout: str) -> dict[str, Any]:
     """Return the content of a TENSOR_NAMES. Raise CheckpointError if there is no answer, or more than one."""
     try:
-        return _proposed(source, LAYOUTS[layout])
+        return _proposed(source, LAYOUTS[layout], layout.endswith("-qkv"))
     except _UndecidedError as error:
         raise source.error(
-            f"shows no one answer for {error}: write {TENSOR_NAMES} by hand, with a name, or names, of each parameter."
+            f"shows no one answer for {error}: write {TENSOR_NAMES} by hand, with a name, or names, of each parameter. "
+            "A model without one of them is no GPT-2."
         ) from None
 
 
-def _proposed(source: Source, is_in_out: bool) -> dict[str, Any]:
+def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, Any]:
     dicts = source.container.dicts
     tensors = {
         name: one for name, one in source.container.tensors.items() if not is_beside(source, name, None)
@@ -110,7 +113,7 @@ def _proposed(source: Source, is_in_out: bool) -> dict[str, Any]:
     C = widths.pop()
     around = _Modules(top, C)
     inside = _Modules({_of_heads(name, each[0], C): each[0] for name, each in layers.items()}, C, is_in_out)
-    parts = {**_around(around), **_in_layer(inside, C)}
+    parts = {**_around(around), **_in_layer(inside, C, is_in_order)}
     if left := [*around.left, *inside.left]:
         raise _UndecidedError(listed(left))
     entries = (_entries(ours, theirs, is_in_out) for ours, theirs in parts.items())
@@ -131,7 +134,8 @@ def _around(modules: _Modules) -> dict[str, list[Part]]:
     return {**found, "wte": [modules.take("wte", "", None, C)]}
 
 
-def _in_layer(modules: _Modules, C: int) -> dict[str, list[Part]]:
+def _in_layer(modules: _Modules, C: int, is_in_order: bool) -> dict[str, list[Part]]:
+    """is_in_order: rows of one matrix are those of all queries, then keys, then values."""
     if modules.has(_EITHER_WAY):
         raise _UndecidedError("whether its layer norms come before or after its blocks")
     if modules.has(_FUSED):
@@ -139,9 +143,12 @@ def _in_layer(modules: _Modules, C: int) -> dict[str, list[Part]]:
     elif modules.has(_QKV[0]):
         rows = None if modules.has(r"\*.*\*") else C
         qkv = [modules.take("c_attn", words, rows, C) for words in _QKV]
+    elif is_in_order:
+        qkv = [modules.take("c_attn", "", 3 * C, C)]
     else:
         raise _UndecidedError(
-            "c_attn: rows of one matrix may be interleaved by head, as query_key_value's are"
+            "c_attn: rows of one matrix may be interleaved by head, as query_key_value's are, or else in order, for "
+            "linear-qkv"
         )
     found = {
         "attn.c_attn": qkv,
