@@ -171,7 +171,7 @@ OF_TORCH = {
     "lm_head": "head",
     "counts": None,
 }
-RELU = {"n_head": H, "activation_function": "relu"}
+RELU = {"n_head": H, "activation_function": "relu", "do_layer_norm_before": True}
 
 
 def arrays_of(model):
@@ -448,7 +448,7 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     make, arrays, activation = PROPOSED[kind]
     layout = "conv1d" if "(in, out)" in kind else "linear-qkv" if "in order" in kind else "linear"
     model = made(make())
-    config = {"n_head": H, "activation_function": activation}
+    config = RELU | {"activation_function": activation}
     config |= {"scale_attn_by_width": "width" in kind} if "heads" in kind else {}
     folder = write_named(tmp_path, arrays(model), {}, config)
     (folder / "tensor_names.json").unlink()
@@ -459,17 +459,20 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     assert "is there already" in capsys.readouterr().err
 
 
-def test_a_scale_of_scores_is_asked_for_or_told(tmp_path):
+def test_arithmetic_that_no_shape_shows_is_asked_for_or_told(tmp_path):
     model = made(Lecture(C))
     arrays = renamed(arrays_of(model), ("blocks", "units"))
     assert_refused(
         write_named(tmp_path / "a", arrays, UNITS), "arithmetic: write .*with scale_attn_by_width, true if"
     )
     assert_refused(
-        write_named(tmp_path / "b", arrays, UNITS, {}), "activation_function, .*, and scale_attn_by_width"
+        write_named(tmp_path / "b", arrays, UNITS, {}),
+        "activation_function, .*, and do_layer_norm_before, .*, and scale_attn_by_width",
     )
     config = RELU | {"scale_attn_by_width": 8}
     assert_refused(write_named(tmp_path / "c", arrays, UNITS, config), "is 8 and must be true or false")
+    config |= {"scale_attn_by_width": True, "do_layer_norm_before": False}
+    assert_refused(write_named(tmp_path / "d", arrays, UNITS, config), "layer norms after its blocks")
     torch.save(model.state_dict(), tmp_path / "model.pt")
     write_json(tmp_path / "config.json", {"scale_attn_by_width": True})
     assert any("the model's width" in quirk for quirk in assert_computes(tmp_path / "model.pt", model).quirks)
@@ -549,7 +552,7 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     state = beside(model, "weights")
     state["weights"] = {name.replace("trf_", "my_"): tensor for name, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "ckpt.pt")
-    write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
+    write_json(tmp_path / "config.json", RELU | {"activation_function": "gelu_new"})
     assert_refused(tmp_path / "ckpt.pt", "write-names linear` may propose")
     assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names", "linear"]) == 0
     assert_computes(tmp_path / "ckpt.pt", model)

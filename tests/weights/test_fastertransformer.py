@@ -80,6 +80,35 @@ def test_other_families(tmp_path, name, settings, gpus):
     assert_same(checkpoint, expected)
 
 
+# As its guide has it for bloom-560m.
+BLOOM_CONFIG = """[ft_instance_hyperparameter]
+model_name=bloom_560M
+int8_mode=1
+
+[bloom_560M]
+head_num=6
+size_per_head=5
+vocab_size=61
+decoder_layers=2
+start_id=1
+end_id=2
+inter_size=120
+model_variant=bloom ; define variant structure
+"""
+
+
+def test_a_variant_of_the_guide_and_what_int8_mode_becomes(tmp_path):
+    expected = open_checkpoint(write_family(tmp_path / "source", "bloom-6"))
+    there = fastertransformer(tmp_path / "there", gpt2_arrays(expected), 3)
+    (there / "config.ini").write_text(BLOOM_CONFIG)
+    checkpoint = open_checkpoint(there)
+    assert checkpoint.family == "BLOOM of FasterTransformer"
+    assert checkpoint.quirks == (
+        "int8_mode is 1: the float weights are read, and --dtype int8 makes int8 of them",
+    )
+    assert_same(checkpoint, expected)
+
+
 def test_a_bloom_becomes_hugging_faces(tmp_path):
     source = open_checkpoint(write_family(tmp_path / "source", "bloom-6"))
     sizes = {"head_num": 6, "size_per_head": 5, "max_pos_seq_len": T}

@@ -26,6 +26,11 @@ _GPT_CONFIG = {
     "n_head",
     "n_embd",
 }  # build-nanogpt's; nanoGPT's has more
+# Fields of config.json that no shape shows.
+_ASKED = {
+    "activation_function": 'n_head and an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"',
+    "do_layer_norm_before": "do_layer_norm_before, true if layer norms come before blocks",
+}
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
 _BY_WIDTH = f"scores are divided by the root of the model's width, as config.json says ({BY_WIDTH})"
@@ -87,9 +92,8 @@ def _settings(source: Source) -> dict[str, Any]:
 
 def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
     """Raise CheckpointError if config.json does not say what no shape shows."""
-    asked = []
-    if source.model_type != "gpt2" and "activation_function" not in beside:
-        asked.append('n_head and an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"')
+    is_of_gpt2 = source.model_type == "gpt2"
+    asked = [about for name, about in _ASKED.items() if not is_of_gpt2 and name not in beside]
     if has_heads and BY_WIDTH not in beside:
         about = (
             "true if scores are divided by the root of the model's width, false if by that of a head's size"
@@ -98,6 +102,8 @@ def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
     if asked:
         place = source.folder / "config.json"
         raise source.error(f"does not say all of its arithmetic: write {place} with {', and '.join(asked)}.")
+    if beside.get("do_layer_norm_before", True) is not True:
+        raise source.error("has layer norms after its blocks (do_layer_norm_before), which no GPT-2 has.")
 
 
 def _is_by_width(source: Source) -> bool:
