@@ -470,9 +470,11 @@ def test_arithmetic_that_no_shape_shows_is_asked_for_or_told(tmp_path):
         "activation_function, .*, and do_layer_norm_before, .*, and scale_attn_by_width",
     )
     config = RELU | {"scale_attn_by_width": 8}
-    assert_refused(write_named(tmp_path / "c", arrays, UNITS, config), "is 8 and must be true or false")
+    assert_refused(write_named(tmp_path / "c", arrays, UNITS, config), "with scale_attn_by_width, true if")
     config |= {"scale_attn_by_width": True, "do_layer_norm_before": False}
-    assert_refused(write_named(tmp_path / "d", arrays, UNITS, config), "layer norms after its blocks")
+    assert_refused(
+        write_named(tmp_path / "d", arrays, UNITS, config), "with do_layer_norm_before, true: a GPT-2"
+    )
     torch.save(model.state_dict(), tmp_path / "model.pt")
     write_json(tmp_path / "config.json", {"scale_attn_by_width": True})
     assert any("the model's width" in quirk for quirk in assert_computes(tmp_path / "model.pt", model).quirks)

@@ -204,8 +204,7 @@ def _rule(parameter: str, shape: tuple[int, ...], n: int) -> TensorRule:
     layer, module, _ = split_name(parameter)
     if module == "mlp.gate":
         return TensorRule((_GATE.format(layer),), _flat(parameter, shape, 1))
-    found = _EXPERT.search(module)
-    expert = found[0] if found else ""
+    expert = "".join(_EXPERT.findall(module))
     plain = parameter.replace(expert, "")
     return TensorRule((_name(plain).replace(".mlp.", f".mlp.{expert}"),), _flat(plain, shape, n))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import EMBEDDING, ModelConfig
 from ..containers.torch import Stub, fields_of, read_plain_pickle
-from ..errors import CheckpointError, is_bool, shown
+from ..errors import CheckpointError, is_bool
 from ..files import TENSOR_NAMES
 from .described import Description, Model, with_head_bias
 from .family import Family, Source, TensorRule, config_of_parts, renamed
@@ -29,7 +29,7 @@ _GPT_CONFIG = {
 # Fields of config.json that no shape shows.
 _ASKED = {
     "activation_function": 'n_head and an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"',
-    "do_layer_norm_before": "do_layer_norm_before, true if layer norms come before blocks",
+    "do_layer_norm_before": "do_layer_norm_before, true: a GPT-2 has layer norms before its blocks",
 }
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
@@ -92,25 +92,18 @@ def _settings(source: Source) -> dict[str, Any]:
 
 def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
     """Raise CheckpointError if config.json does not say what no shape shows."""
-    is_of_gpt2 = source.model_type == "gpt2"
-    asked = [about for name, about in _ASKED.items() if not is_of_gpt2 and name not in beside]
-    if has_heads and BY_WIDTH not in beside:
-        about = (
-            "true if scores are divided by the root of the model's width, false if by that of a head's size"
+    asked = [about for name, about in _ASKED.items() if source.model_type != "gpt2" and not beside.get(name)]
+    if has_heads and not is_bool(beside.get(BY_WIDTH)):
+        asked.append(
+            f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"
         )
-        asked.append(f"{BY_WIDTH}, {about}")
     if asked:
         place = source.folder / "config.json"
         raise source.error(f"does not say all of its arithmetic: write {place} with {', and '.join(asked)}.")
-    if beside.get("do_layer_norm_before", True) is not True:
-        raise source.error("has layer norms after its blocks (do_layer_norm_before), which no GPT-2 has.")
 
 
 def _is_by_width(source: Source) -> bool:
-    given = (source.config_json or {}).get(BY_WIDTH, False)
-    if not is_bool(given):
-        raise source.error(f"has a config.json whose {BY_WIDTH} is {shown(given)} and must be true or false.")
-    return given
+    return (source.config_json or {}).get(BY_WIDTH) is True
 
 
 def described(
