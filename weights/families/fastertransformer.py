@@ -168,15 +168,11 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
 
 def _experts(source: Source, settings: Mapping[str, str], shapes: Shapes, C: int) -> dict[str, Any]:
     """Raise CheckpointError if gates, in proportion to which are the names, are not those of the settings."""
-    said, number = settings.get("moe_layers", ""), settings.get("expert_num")
-    layers = tuple(sorted({int(layer) for layer in re.findall(r"\d{1,6}", said)}))
+    layers = tuple(sorted({int(layer) for layer in re.findall(r"\d{1,6}", settings.get("moe_layers", ""))}))
     experts = {shapes.size(_GATE.format(layer), 0) / C for layer in layers}
-    num_experts = _number(number)
+    num_experts = _number(settings.get("expert_num"))
     if type(num_experts) is not int or experts != {num_experts}:
-        raise source.error(
-            f"has gates of {sorted(experts)} experts, and config.ini moe_layers {shown(said)} and expert_num "
-            f"{shown(number)}: correct these."
-        )
+        raise source.error(f"has gates of {sorted(experts)} experts: correct moe_layers and expert_num.")
     return {"expert_layers": layers, "num_experts": num_experts}
 
 
