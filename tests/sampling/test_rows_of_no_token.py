@@ -12,22 +12,24 @@ from support.tiny_checkpoint import C, copy_tokenizer, write_config, write_with_
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_runner import MAX_STEPS
 from tinygpt.engine.step_loop import StepTimer
+from tinygpt.errors import FailedRequestError
 
 MORE = 8
 NO_TOKEN = range(VOCAB_SIZE, VOCAB_SIZE + MORE)
 
 
-def write_padded(folder, scale=10.0):
+def write_padded(folder, scale=10.0, more=MORE, zeroed=False):
     """Logits are the same at each position, greatest for the rows of no token, with about 8 times the scale."""
     file = write_with_demo_tokenizer(folder) / "model.safetensors"
     tensors = load_file(file)
     direction = np.ones(C, np.float32)
     tensors["transformer.ln_f.weight"] *= 0
     tensors["transformer.ln_f.bias"] = direction
-    rows = np.outer(np.linspace(scale, 1.1 * scale, MORE), direction).astype(np.float32)
-    tensors["transformer.wte.weight"] = np.concatenate([tensors["transformer.wte.weight"], rows])
+    rows = np.outer(np.linspace(scale, scale if zeroed else 1.1 * scale, more), direction).astype(np.float32)
+    table = tensors["transformer.wte.weight"] * (not zeroed)
+    tensors["transformer.wte.weight"] = np.concatenate([table, rows])
     save_file(tensors, file)
-    write_config(folder, vocab_size=VOCAB_SIZE + MORE, n_positions=40)
+    write_config(folder, vocab_size=VOCAB_SIZE + more, n_positions=40)
     return copy_tokenizer(folder)
 
 
@@ -79,29 +81,48 @@ def test_log_probabilities_are_of_all_rows(padded):
     assert best == NO_TOKEN[-1]
 
 
-def test_draws_are_those_of_a_model_without_such_rows_until_one_is_drawn(tmp_path, monkeypatch):
-    """Alone, together, in steps of one and of several."""
-    fields = {"max_tokens": 30, "temperature": 1.0, "n": 4, "ignore_eos": True}
-    with LLM(write_padded(tmp_path / "model", 0.8), max_num_seqs=8) as llm:
+WARPED = [{}, {"top_p": 0.7}, {"top_k": 20}, {"min_p": 0.5}, {"typical_p": 0.8}]
+
+
+@pytest.mark.parametrize("fields", WARPED, ids=str)
+def test_draws_are_those_of_a_model_without_such_rows(tmp_path, fields):
+    """Alone and together, whatever the filter."""
+    params = SamplingParams(max_tokens=30, temperature=1.0, n=4, ignore_eos=True, seed=5, **fields)
+    drawn = {}
+    for more in (MORE, 0):
+        with LLM(write_padded(tmp_path / str(more), 0.8, more), max_num_seqs=8) as llm:
+            drawn[more] = [one.outputs for one in llm.generate([[1], [2, 3]], params)]
+            assert [llm.generate([ids], params)[0].outputs for ids in ([1], [2, 3])] == drawn[more]
+    assert [[text.token_ids for text in one] for one in drawn[MORE]] == [
+        [text.token_ids for text in one] for one in drawn[0]
+    ]
+
+
+def test_tokens_come_as_often_as_without_such_rows(tmp_path):
+    """All tokens are alike, and rows of no token have half of the probability."""
+    scale = np.log(VOCAB_SIZE / MORE) / C
+    with LLM(write_padded(tmp_path, scale, zeroed=True), max_num_seqs=64) as llm:
+        params = [SamplingParams(max_tokens=1, temperature=1.0, seed=i, ignore_eos=True) for i in range(1000)]
+        ids = np.array([output.outputs[0].token_ids[0] for output in llm.generate([[1]] * 1000, params)])
+    for share in (0.25, 0.5, 0.75):
+        assert abs((ids < share * VOCAB_SIZE).mean() - share) < 0.05  # 3 standard deviations
+
+
+def test_greedy_steps_are_several_in_a_call_until_such_a_row_is_the_greatest(tmp_path, monkeypatch):
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(write_padded(tmp_path, -1.0), max_num_seqs=4) as llm:
         calls = noting(monkeypatch, llm.engine.runner, "multi_step", lambda *on: on[-2])
-        several = [
-            [o.token_ids for o in one.outputs] for one in llm.generate([[1], [2, 3]], fields_of(fields))
-        ]
-        monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
-        single = [llm.generate([ids], fields_of(fields))[0].outputs for ids in ([1], [2, 3])]
-        named = llm.generate([[1]], fields_of(fields, logit_bias=dict.fromkeys(NO_TOKEN, 0.0)))[0].outputs
-    assert several == [[o.token_ids for o in outputs] for outputs in single]
-    assert max(max(ids) for one in several for ids in one) < VOCAB_SIZE
-    assert calls
-    drawn = [[token_id in NO_TOKEN for token_id in text.token_ids] for text in named]
-    assert any(map(any, drawn))
-    for text, other, is_no_token in zip(several[0], named, drawn, strict=True):
-        first = [*is_no_token, True].index(True)
-        assert text[:first] == other.token_ids[:first]
+        llm.generate([[1]], params)
+    assert calls == [7]
 
 
-def fields_of(fields, **more):
-    return SamplingParams(**fields, **more, seed=5)
+def test_if_only_such_rows_are_left_an_error_says_so(padded):
+    def only_such(prompt, new, scores):
+        return np.where(np.arange(scores.size) < VOCAB_SIZE, -np.inf, scores)
+
+    params = SamplingParams(max_tokens=1, temperature=1.0, logits_processors=[only_such])
+    with pytest.raises(FailedRequestError, match=f"Ids from {VOCAB_SIZE} on are of no token"):
+        padded.generate([[1]], params)
 
 
 def test_it_is_said_once(tmp_path, caplog):

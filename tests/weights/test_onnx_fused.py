@@ -181,7 +181,20 @@ def test_logits_are_those_of_onnxruntime(tmp_path, case):
     np.testing.assert_allclose(found, expected[0], atol=1e-4, rtol=0)
 
 
+def with_scaled(of, kind, *more):
+    """Scale or bound one activation, as models of other arithmetic do: more: inputs after it."""
+    nodes = [*unfused_nodes(), w.node(kind, [of, *more], ["scaled"], **({"to": 1} if kind == "Cast" else {}))]
+    made = next(i for i, node in enumerate(nodes) if of in node.output)
+    for node in nodes[made + 1 : -1]:
+        renamed(node, {of: "scaled"})
+    return [*nodes[: made + 1], nodes[-1], *nodes[made + 1 : -1]]
+
+
 OTHERS = [
+    *({"nodes": with_scaled(of, "Mul", of)} for of in ("tokens", "a1", "p0", "n2", "r0", "x1")),
+    {"nodes": with_scaled("n2", "Tanh")},
+    {"nodes": with_scaled("q1", "Add", "h.1.mlp.c_proj.bias")},
+    {"nodes": with_scaled("a0", "FastGelu")},
     {"is_post": True},
     {"nodes": unfused_nodes("post")},
     {"nodes": unfused_nodes("parallel")},

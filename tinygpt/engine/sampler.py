@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
+NO_TOKENS = " Ids from {} on are of no token: to be chosen, one must be named in logit_bias or allowed_token_ids."
 XTC = 1  # the use of a number that decides whether tokens are excluded
 Filter = tuple[Callable[[np.ndarray, float], np.ndarray], float]  # scores (V,) = f(scores, value)
 # The first token of a text of dry_sequence_breakers -> the others of each such text.
@@ -37,7 +38,8 @@ class TokenRules:
     bias_ids: np.ndarray  # int32
     biases: np.ndarray  # float32
     processors: tuple[LogitsProcessor, ...]  # those of `sampling.processors_of`
-    unwritten: frozenset[int] = frozenset()  # ids of no token that params do not name
+    unwritten: range = range(0)  # ids of no token
+    named: frozenset[int] = frozenset()  # ids that params name, which may come
 
     @classmethod
     def of(
@@ -50,12 +52,23 @@ class TokenRules:
     ) -> "TokenRules":
         known = {token_id for token_id in eos_token_ids if token_id < vocab_size}
         named = {*dict(params.logit_bias), *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
-        return cls(
+        rules = cls(
             bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int32),
             biases=np.array([bias for _, bias in params.logit_bias], np.float32),
             processors=sampling.processors_of(params, known, breakers),
-            unwritten=frozenset(unwritten) - named,
+            unwritten=unwritten,
+            named=frozenset(named),
         )
+        return rules.of_tokens_alone() if params.temperature or params.num_beams > 1 else rules
+
+    def forbids(self, token_id: int) -> bool:
+        return token_id in self.unwritten and token_id not in self.named
+
+    def of_tokens_alone(self) -> "TokenRules":
+        """Return rules with a bias of -inf for ids of no token, which no filter of a draw may see."""
+        ids = np.setdiff1d(np.array(self.unwritten, np.int32), np.array([*self.named], np.int32), True)
+        biases = np.append(self.biases, np.full(ids.size, -np.inf, np.float32))
+        return replace(self, bias_ids=np.append(self.bias_ids, ids), biases=biases)
 
 
 NO_RULES = TokenRules(np.empty(0, np.int32), np.empty(0, np.float32), ())
@@ -69,7 +82,6 @@ class SamplingState:
         rules = sequence.sample.token_rules or NO_RULES
         self.params = params
         self.rules = rules
-        self.bias_ids, self.biases = rules.bias_ids, rules.biases
         is_ft = params.presence_penalty_rule == "fastertransformer"
         presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
         self.penalties = params.repetition_penalty, params.frequency_penalty, presence
@@ -87,14 +99,10 @@ class SamplingState:
         self._filters = sampling.filters_of(params, params.top_p, excludes_top=False)
         self._history = array("i", self.prompt_token_ids if self._has_penalties else ())
         self._num_new = 0
-        if params.num_beams > 1 and rules.unwritten:
-            self.forbid_unwritten()
 
     def forbid_unwritten(self) -> None:
-        """Let no id of no token come from now on: until one is drawn, backends may draw by themselves."""
-        unwritten = np.array([*self.rules.unwritten], np.int32)
-        self.bias_ids = np.append(self.rules.bias_ids, unwritten)
-        self.biases = np.append(self.rules.biases, np.full(unwritten.size, -np.inf, np.float32))
+        """Let no id of no token come from now on: until one is the greatest, backends may choose by themselves."""
+        self.rules = self.rules.of_tokens_alone()
         self.is_processed = self.changes_scores = True
         self.is_plain = False
 
@@ -132,8 +140,8 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
-        bias_ids=Ragged.of([s.bias_ids for s in states]),
-        biases=Ragged.of([s.biases for s in states]),
+        bias_ids=Ragged.of([s.rules.bias_ids for s in states]),
+        biases=Ragged.of([s.rules.biases for s in states]),
     )
 
 
@@ -176,7 +184,7 @@ class Sampler:
         for r in _unwritten(token_ids, states):
             if states[r].wants_raw_logprobs:
                 raw.setdefault(r, logits[r].copy())
-            token_ids[r] = self._draw_written(logits, r, sequences, warpers, filters[r])
+            token_ids[r] = self._choose_written(logits, r, sequences, warpers, filters[r])
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
             if error is None and token_id < 0:
@@ -239,17 +247,18 @@ class Sampler:
         no_draws = np.zeros(count, np.uint64)
         token_ids = self.backend.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
         for r in _unwritten(token_ids, [sequence.sampling_state for sequence in sequences]):
-            token_ids[r] = self._draw_written(logits, r, sequences, greedy, [])
+            token_ids[r] = self._choose_written(logits, r, sequences, greedy, [])
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 
-    def _draw_written(
+    def _choose_written(
         self, logits: Any, r: int, sequences: Seq[Sequence], warpers: Warpers, filters: list[Filter]
     ) -> int:
-        """Draw row r again, without ids of no token."""
+        """Choose the greatest of row r again, without ids of no token."""
         state = sequences[r].sampling_state
-        state.forbid_unwritten()
         scores = logits[r]  # (V,), which a GPU copies
-        scores[[*state.rules.unwritten]] = -np.inf
+        num_biased = state.rules.bias_ids.size
+        state.forbid_unwritten()
+        scores[state.rules.bias_ids[num_biased:]] = -np.inf
         logits[r] = scores
         own = Warpers(*(column[r : r + 1] for column in warpers))
         return self._draw(logits[r : r + 1], [sequences[r]], own, [filters])[0]
@@ -272,7 +281,7 @@ class Sampler:
 def _unwritten(token_ids: list[int], states: Seq[SamplingState]) -> list[int]:
     """Return the rows whose id is of no token."""
     rows = enumerate(zip(token_ids, states, strict=True))
-    return [r for r, (token_id, state) in rows if token_id in state.rules.unwritten]
+    return [r for r, (token_id, state) in rows if state.rules.forbids(token_id)]
 
 
 def sampled(token_id: int, sequence: Sequence) -> SampledToken:
@@ -345,7 +354,10 @@ def _checked(
 
 def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> str:
     is_empty = state.changes_scores and not (scores > -np.inf).any() and not np.isnan(scores).any()
-    return NOTHING_LEFT.format(len(sequence)) if is_empty else not_finite(sequence)
+    if not is_empty:
+        return not_finite(sequence)
+    rows = state.rules.unwritten
+    return NOTHING_LEFT.format(len(sequence)) + NO_TOKENS.format(rows.start) * bool(rows)
 
 
 @dataclass(eq=False)

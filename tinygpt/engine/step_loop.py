@@ -182,7 +182,7 @@ class StepLoop:
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
                 if sequence.is_finished or sequence in again:
                     continue
-                if token_id in sequence.sampling_state.rules.unwritten:
+                if sequence.sampling_state.rules.forbids(token_id):
                     sequence.sampling_state.forbid_unwritten()
                     again.add(sequence)
                     self.runner.stop_early(True)

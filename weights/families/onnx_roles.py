@@ -1,146 +1,135 @@
-"""The parameters of a GPT-2 in an ONNX graph by what its operations do with them, if names are lost or merged.
+"""The parameters of a GPT-2 in a fused ONNX graph by their operations, if names are lost or merged.
 
-Exporters keep one of equal tensors, such as zero biases. Operations come in the model's order: two tables, whose sum is
-the stream; twice in each layer a norm of the stream, two products, and their sum with the stream; a norm; a product if
-the head is not the table.
+onnxruntime's optimizer keeps one of equal tensors, such as zero biases. Its operations are one chain in the model's
+order, next to a stream to which sums are added. Any other operation on them makes another model.
 """
 
 import re
-from dataclasses import dataclass
 
 from ..config import EMBEDDING, HEAD, POSITIONS
 from ..containers.onnx import PRODUCTS, Graph, Node
 from .family import MODULES
 
-_SAME = ("Identity", "Cast", "Transpose")  # operations whose output is a tensor by another name
-_VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Dropout")  # that keep activations
-_OF_MASKS = ("Where", "Concat")  # that may take another constant
-_NORMS = {
-    "LayerNormalization": 1,
-    "SkipLayerNormalization": 2,
-    "EmbedLayerNormalization": 5,
-}  # place of the weight
-_BIASED = ("Add", "FastGelu", "BiasGelu")  # whose second input may be a bias
-_IS_NORM = [module.startswith("ln_") for module in MODULES]
-_HALF = len(MODULES) // 2  # modules between two sums with the stream
-STREAM, NORMED, INNER, OTHER = "stream", "normed", "inner", "other"
-Made = tuple[str, int]  # what an activation is, and the number of modules before it
+_VIEWS = ("Identity", "Cast", "Dropout", "Reshape", "Squeeze", "Unsqueeze")
+_LETTERS = {
+    **{"Gather": "E", "LayerNormalization": "N", "SkipLayerNormalization": "S", "Attention": "A"},
+    **dict.fromkeys(PRODUCTS, "M"),
+    **dict.fromkeys(("FastGelu", "BiasGelu", "Gelu", "Relu"), "G"),
+}
+# B: a bias, +: a sum with the stream.
+_GPT2 = re.compile(r"EE\+N(?:AMB?(?:\+N|S)MB?GMB?(?:\+N|S))+M")
+_WEIGHTS = {"E": 0, "N": 1, "S": 2, "A": 1, "M": 1}  # places of weights, before their biases
+_BIASES = {"G": 1, "S": 4}  # places of the last product's bias
 
 
 class _OtherModelError(Exception):
-    """An operation that no plain GPT-2 has."""
-
-
-@dataclass
-class _Module:
-    is_norm: bool
-    weight: str
-    bias: str | None
+    """An operation that no fused GPT-2 has."""
 
 
 class _Walk:
-    """The tables and modules in the order of operations."""
+    """The operations as letters, and the weights, biases and turned weights of tables, norms and products."""
 
     def __init__(self, graph: Graph):
-        self.tensors = graph.tensors
-        self.tables: list[str] = []
-        self.modules: list[_Module] = []
-        self._names = {name: name for name in graph.tensors}
-        self._made: dict[str, Made] = {}
+        self.tensors, self.inputs = graph.tensors, graph.inputs
+        self.letters = ""
+        self.weights: list[str] = []
+        self.biases: dict[int, str] = {}  # by place in weights
+        self.turned: set[int] = set()
+        self._activations: set[tuple] = set()
+        self._known = {name: name for name in (*graph.tensors, *graph.inputs)}
+        self._transposed: set[str] = set()
+        self._stream = self._last = ""
+        self._made: set[str] = set()  # of tables and what was made of them
         for node in graph.nodes:
-            self._take(node, [*map(self._names.get, node.inputs), *[None] * 7])
+            self._take(node, [*(self._known.get(name, name) for name in node.inputs), *[""] * 5])
 
-    def _take(self, node: Node, weights: list[str | None]) -> None:
-        made = [self._made[name] for name in node.inputs if name in self._made]
-        first = weights[0]
-        if node.kind in _SAME and first:
-            self._names |= dict.fromkeys(node.outputs, first)
-        elif node.kind == "Gather" and first and len(self.tensors[first].shape) == 2:
-            self.tables.append(first)
-            self._made |= dict.fromkeys(node.outputs, (STREAM, 0))
-        elif node.kind in _NORMS:
-            self._take_norm(node, weights, made)
-        elif (node.kind in PRODUCTS or node.kind == "Attention") and weights[1]:
-            self._take_product(node, weights)
-        elif made and node.kind != "Shape":
-            self._made |= dict.fromkeys(node.outputs, self._result(node, weights, made))
+    def _take(self, node: Node, inputs: list[str]) -> None:
+        first, out = inputs[0], (*node.outputs, "")[0]
+        if node.kind in _VIEWS or (node.kind == "Transpose" and first in self.tensors):
+            self._known[out] = first
+            if node.kind == "Transpose" or node.inputs[0] in self._transposed:
+                self._transposed.add(out)
+        elif self._made & {*inputs} or (node.kind == "Gather" and len(self._shape(first)) == 2):
+            if node.kind != "Shape":
+                self._apply(node, inputs, self._letter(node, inputs), out)
 
-    def _take_norm(self, node: Node, weights: list[str | None], made: list[Made]) -> None:
-        if node.kind == "EmbedLayerNormalization":
-            self.tables += filter(None, weights[2:4])
-            made = [(STREAM, 0)]
-        elif node.kind == "SkipLayerNormalization" and weights[4]:
-            self._add_bias(weights[4])
-        stream = self._sum(made)
-        place = _NORMS[node.kind]
-        if stream != (STREAM, len(self.modules)) or weights[place] is None:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape if name in self.tensors else ()
+
+    def _letter(self, node: Node, inputs: list[str]) -> str:
+        if node.kind == "Add":
+            return "B" if any(name in self.tensors for name in inputs) else "+"
+        return _LETTERS.get(node.kind, "?")
+
+    def _apply(self, node: Node, inputs: list[str], letter: str, out: str) -> None:
+        taken = [name for name in inputs if name in self._made]
+        both = sorted([self._last, self._stream])
+        wanted = {"E": [], "N": [self._stream], "+": both, "S": both}.get(letter, [self._last])
+        if sorted(taken) != wanted or not self._is_plain(node, inputs, letter):
             raise _OtherModelError
-        self.modules.append(_Module(True, str(weights[place]), weights[place + 1]))
-        self._made |= dict.fromkeys(node.outputs[1:], stream)
-        self._made[node.outputs[0]] = NORMED, len(self.modules)
+        of_last = inputs[_BIASES.get(letter, -1)] or "".join({*inputs} & self.tensors.keys()) * (letter == "B")
+        if of_last:
+            self._add_bias(len(self.weights) - 1, of_last)
+        if letter in _WEIGHTS:
+            self._add(inputs, _WEIGHTS[letter], node)
+        self.letters += letter
+        self._made |= {*filter(None, node.outputs)}
+        if letter == "S":
+            self._stream = node.outputs[3]
+        elif letter == "+" or not self._stream:
+            self._stream = out
+        self._last = out
 
-    def _take_product(self, node: Node, weights: list[str | None]) -> None:
+    def _add(self, inputs: list[str], place: int, node: Node) -> None:
+        if inputs[place] not in self.tensors:
+            raise _OtherModelError
+        number = len(self.weights)
+        self.weights.append(inputs[place])
+        if place and inputs[place + 1]:
+            self._add_bias(number, inputs[place + 1])
+        if node.attributes.get("transB") or node.inputs[place] in self._transposed:
+            self.turned.add(number)
+
+    def _add_bias(self, number: int, name: str) -> None:
+        if name not in self.tensors or number in self.biases:
+            raise _OtherModelError
+        self.biases[number] = name
+
+    def _is_plain(self, node: Node, inputs: list[str], letter: str) -> bool:
+        """Return whether attributes and other inputs are GPT-2's."""
         about = node.attributes
-        of = NORMED if self.modules and self.modules[-1].is_norm else INNER
-        is_other = node.kind == "Attention" and (
-            about.get("unidirectional") != 1 or about.get("do_rotary") or about.get("scale")
-        )
-        is_scaled = any(about.get(name, 1) != 1 for name in ("alpha", "beta")) or about.get("transA")
-        if self._made.get(node.inputs[0]) != (of, len(self.modules)) or is_other or is_scaled:
-            raise _OtherModelError
-        self.modules.append(_Module(False, str(weights[1]), weights[2]))
-        self._made |= dict.fromkeys(node.outputs, (INNER, len(self.modules)))
-
-    def _result(self, node: Node, weights: list[str | None], made: list[Made]) -> Made:
-        named = [name for name in weights if name]
-        tensors = [self.tensors[name] for name in named]
-        has_weights = any(one.is_floating and max(one.shape, default=1) > 1 for one in tensors)
-        if node.kind in _VIEWS:
-            return made[0]
-        if node.kind in _BIASED and has_weights and made == [(INNER, len(self.modules))]:
-            self._add_bias(named[0])
-            return made[0]
-        if (has_weights and node.kind not in _OF_MASKS) or re.search("Rotary|Attention", node.kind):
-            raise _OtherModelError
-        kinds = {kind for kind, _ in made}
-        if node.kind == "Add" and STREAM in kinds:
-            return self._sum(made)
-        return INNER if kinds == {INNER} else OTHER, max(step for _, step in made)
-
-    def _sum(self, made: list[Made]) -> Made:
-        """Return the stream: of tables, or the one before the last norm, and what was made since."""
-        step = len(self.modules)
-        parts = [(INNER, step), (STREAM, step - _HALF)]
-        is_stream = made in ([(STREAM, step)], [(STREAM, 0)] * 2) or sorted(made) == parts
-        return STREAM if is_stream else OTHER, step
-
-    def _add_bias(self, name: str) -> None:
-        """Give the last product a bias."""
-        if not self.modules or self.modules[-1].is_norm or self.modules[-1].bias:
-            raise _OtherModelError
-        self.modules[-1].bias = name
+        if letter == "E":
+            return inputs[1] in self.inputs  # not computed, as positions from 2 on
+        if letter == "A":
+            has_more = any(about.get(name) for name in ("do_rotary", "scale")) or any(inputs[5:])
+            return about.get("unidirectional") == 1 and not has_more
+        if letter == "G":
+            self._activations.add((node.kind, about.get("approximate")))
+            return len(self._activations) == 1
+        return all(about.get(name, 1) == 1 for name in ("alpha", "beta")) and not about.get("transA")
 
 
 def roles_of(graph: Graph) -> dict[str, str]:
-    """Return names of tensors by parameter; none of another graph than a plain GPT-2's."""
+    """Return names of tensors by parameter; none of another graph than a fused GPT-2's."""
     try:
         walk = _Walk(graph)
     except _OtherModelError:
         return {}
-    L = len(walk.modules) // len(MODULES)
-    if L < 1 or [module.is_norm for module in walk.modules] != [*_IS_NORM * L, True, False]:
+    if not _GPT2.fullmatch(walk.letters):
         return {}
-    *modules, head = walk.modules
-    if head.bias or not all(module.bias for module in modules):
+    tables, modules, head = walk.weights[:2], walk.weights[2:-1], walk.weights[-1]
+    last = len(walk.weights) - 1
+    if walk.turned - {last} or walk.biases.keys() != {*range(2, last)}:
         return {}
     # The embedding is the head's own table, or has its rows.
-    V = max(graph.tensors[head.weight].shape)
-    likely = [name for name in walk.tables if name == head.weight or graph.tensors[name].shape[0] == V]
-    others = [name for name in walk.tables if name not in likely]
-    if not len(likely) == len(others) == 1:
+    V = graph.tensors[head].shape[0 if last in walk.turned else -1]
+    likely = [name for name in tables if name == head or graph.tensors[name].shape[0] == V]
+    others = [name for name in tables if name not in likely]
+    if not len(likely) == len(others) == 1 or (head == likely[0] and not walk.turned):
         return {}
     roles = {EMBEDDING: likely[0], POSITIONS: others[0]}
-    names = [*(f"h.{layer}.{module}" for layer in range(L) for module in MODULES), "ln_f"]
-    for name, module in zip(names, modules, strict=True):
-        roles |= {f"{name}.weight": module.weight, f"{name}.bias": str(module.bias)}
-    return roles if head.weight == likely[0] else {**roles, HEAD: head.weight}
+    layers = range(walk.letters.count("A"))
+    names = [*(f"h.{layer}.{module}" for layer in layers for module in MODULES), "ln_f"]
+    for number, name in enumerate(names):
+        roles |= {f"{name}.weight": modules[number], f"{name}.bias": walk.biases[number + 2]}
+    return roles if head == likely[0] else {**roles, HEAD: head}
