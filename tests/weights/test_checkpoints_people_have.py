@@ -66,6 +66,12 @@ NANO_ARGS = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_emb
 FLAGS = {"init_from": "gpt2", "n_head": 4, "n_layer": 12, "n_embd": 768, "block_size": 1024, "bias": False}
 
 
+BESIDE = {
+    "best_model": made(Nano()).state_dict(),
+    "train_losses": torch.ones(5),
+    "generator_state": torch.ones(5, dtype=torch.uint8),
+    "stats": {"mean": torch.ones(C)},
+}
 MIXED = {"bias": False, "norm_bias": True}
 # By kind: the model, what is saved of it, config.json if it needs one, and the family.
 KINDS = {
@@ -98,6 +104,24 @@ KINDS = {
     "nanoGPT and its average": (
         lambda: Nano("none", is_tied=True),
         lambda m: beside(m, "model", model_args=NANO_ARGS, ema=made(Nano()).state_dict()),
+        None,
+        "nanoGPT",
+    ),
+    "nanoGPT and anything beside it": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS, **BESIDE},
+        None,
+        "nanoGPT",
+    ),
+    "nanoGPT with a head alone": (
+        lambda: Nano("none", is_tied=True),
+        lambda m: {"model": without(m.state_dict(), "transformer.wte.weight"), "model_args": NANO_ARGS},
+        None,
+        "nanoGPT",
+    ),
+    "nanoGPT without biases": (
+        lambda: Nano("none", bias=False, norm_bias=False, is_tied=True),
+        lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"bias": False}},
         None,
         "nanoGPT",
     ),
@@ -136,11 +160,16 @@ KINDS = {
     "ema": (
         lambda: Nano(bias=False, norm_bias=False),
         lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": 4}}},
-        {"n_head": H},
+        {"n_head": H, "bias": False},
         "minGPT",
     ),
     "norms with biases": (lambda: Nano(**MIXED), lambda m: beside(m, "model"), {"n_head": H}, "minGPT"),
-    "norms without": (lambda: Nano(norm_bias=False), lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
+    "norms without": (
+        lambda: Nano(norm_bias=False),
+        lambda m: m.state_dict(),
+        {"n_head": H, "bias": False},
+        "minGPT",
+    ),
 }
 
 
@@ -260,7 +289,7 @@ MISNAMED = [
     (OF_TORCH | {"wte": 3}, "gives 3: it must give a name, a list"),
     (OF_TORCH | {"wte": {"names": ["tokens"], "axes": 0}}, "axes"),
     (OF_TORCH | {"wte": {"names": ["tokens"], "axis": 1.0}}, "'axis': 1.0"),
-    (OF_TORCH | {"wte": None}, "holds no matrix wte.weight"),
+    (OF_TORCH | {"wte": None}, "described without wte.weight"),
     (OF_TORCH | {"ln_f": None}, "described without ln_f.weight"),
     ({name: value for name, value in OF_TORCH.items() if name != "counts"}, "unexpected: counts"),
     (OF_TORCH | {"layers.*.up.bias": None}, "unexpected|does not hold"),
@@ -271,6 +300,11 @@ MISNAMED = [
     (OF_TORCH | {"h.*.mlp.c_fc": ["layers.*.up"] * 2}, "described by .* more than once"),
     (OF_TORCH | {"h.*.mlp.c_fc": ["layers.*.up"] * 10**5}, "by more names than it has"),
     (OF_TORCH | {"h.*.mlp.c_fc": "layers.*" + "x" * 2000}, "gives 'layers"),
+    (OF_TORCH | {"h.01.ln_1": "layers.1.norm1"}, "gives names for h.01.ln_1, which is no parameter"),
+    (OF_TORCH | {"h.7.ln_1": "layers.1.norm1"}, f"has {L} layers, .* gives h.7.ln_1"),
+    (OF_TORCH | {"lm_head": "haed", "head.*": None}, "is missing haed.weight, .* gives for lm_head"),
+    (OF_TORCH | {"h.*.mlp.c_proj": {"names": [f"layers.*.d{i}" for i in range(3)], "axis": 1}}, "in 3 names .* 32 rows"),
+    (OF_TORCH | {"lm_head": ["head", "head_2"]}, "cannot have lm_head.weight in 2 names of one size: it has 13 rows"),
     (OF_TORCH | {f"x{i}": None for i in range(200)}, "201 patterns"),
 ]  # fmt: skip
 
@@ -322,10 +356,17 @@ def test_heads_of_a_config_json_are_those_of_the_matrices(tmp_path, fields):
     assert_refused(folder, sentence)
 
 
-def test_norms_without_biases_are_told(tmp_path):
+@pytest.mark.parametrize("fields", [{}, {"bias": "none"}])
+def test_norms_without_biases_may_be_of_another_kind(tmp_path, fields):
     torch.save(made(Nano(norm_bias=False)).state_dict(), tmp_path / "ckpt.pt")
-    write_json(tmp_path / "config.json", {"n_head": H})
-    assert "layer norms have no biases: they are no RMSNorms here" in open_checkpoint(tmp_path).quirks
+    write_json(tmp_path / "config.json", {"n_head": H, **fields})
+    assert_refused(tmp_path, "norms without biases, which may be RMSNorms: .* write .*config.json with bias, false")
+
+
+def test_all_that_lies_beside_nanogpt_is_listed(tmp_path):
+    torch.save({"model": made(Nano()).state_dict(), "model_args": NANO_ARGS, **BESIDE}, tmp_path / "ckpt.pt")
+    ignored = open_checkpoint(tmp_path / "ckpt.pt").ignored
+    assert {"stats.mean", "train_losses", "generator_state", "best_model.lm_head.weight"} <= {*ignored}
 
 
 def test_square_matrices_are_not_guessed(tmp_path):
@@ -365,14 +406,13 @@ DAMAGED = [
     (lambda m: {"model": m.state_dict(), "config": FLAGS}, "how many heads"),
     (lambda m: {"model": m.state_dict(), "config": NanoConfig()}, "how many heads"),
     (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS, "more": [GPTConfig()]}, "n_head 2, and config.json"),
-    (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_layer": 4}}, r"missing: h\.3"),
+    (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_layer": 4}}, "has 3 layers, .* and 4 by its se"),
     (lambda m: {"model": no_biases(m, "attn.c_attn"), "model_args": NANO_ARGS}, r"missing: .*attn\.c_attn\.bias"),
     (lambda m: no_biases(m, "mlp.c_fc"), r"missing: .*mlp\.c_fc\.bias"),
     (lambda m: no_biases(m, "ln_1"), r"missing: .*ln_1\.bias"),
     (lambda m: no_biases(m, "ln_f"), r"missing: ln_f\.bias"),
     (lambda m: head_apart(m, "lm_head.weight"), "unexpected: h.lm_head"),
     (lambda m: head_apart(m, "weight"), "unexpected: h.weight"),
-    (lambda m: {**head_apart(m, "weight"), "model_args": NANO_ARGS}, "unexpected: h.weight"),
 ]  # fmt: skip
 
 

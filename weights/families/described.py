@@ -7,9 +7,9 @@ null leaves a parameter, or tensors of the file, out. The first * is the layer, 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from ..config import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS, ModelConfig, is_transposed, parameter_shapes
 from ..errors import CheckpointError, is_bool, listed, shown
+from ..files import TENSOR_NAMES
 from ..tensor import LazyTensor, Tensor
 from .family import (
     MODULES,
@@ -36,6 +37,7 @@ MAX_LEFT_OUT = 100  # patterns, each of which is compared with all names
 MAX_NAME = 1000  # characters
 # Characters of all names that a description gives, next to the file's own: biases may be absent, layers given twice.
 MAX_LENGTHS = 4
+_NORM = "norm"
 LEAST_GAIN = 1e-3  # of a layer norm, relative to its largest
 
 
@@ -75,20 +77,21 @@ def _pattern(name: str) -> str:
 
 
 _NO_ENTRY = Stored(())
+_LAYER = re.compile(r"h\.(\d+)\..*")
 
 
 @dataclass(frozen=True)
 class Description:
     """Where parameters lie.
 
-    left_out: patterns of a file's other names. is_in_out: of matrices that do not say it. has_wrappers: around the
-    names, as torch and transformers put them. unlike: modules whose biases may be absent if others' are there.
+    left_out: patterns of a file's other names. is_users: names are whole, and matrices may be (in, out); those of a
+    program stand in wrappers, as torch and transformers have them. unlike: modules whose biases may be absent if others'
+    are there.
     """
 
     entries: Mapping[str, Stored | None]
     left_out: tuple[str, ...] = ()
-    is_in_out: bool | None = None
-    has_wrappers: bool = False
+    is_users: bool = False
     unlike: tuple[str, ...] = MODULES
 
     @classmethod
@@ -102,34 +105,33 @@ class Description:
         entries = {key: Stored.of(key, names[key]) for key in names.keys() - {*left_out}}
         return cls(entries, tuple(map(_pattern, left_out)), **fields)
 
-    def stored(self, parameter: str, most: int | None = None) -> Stored:
-        """Return the first names of a parameter: its own without an entry, none if it is left out.
-
-        A head's * remains.
-        """
+    def entry(self, parameter: str) -> tuple[str | None, Stored]:
+        """Return the key and entry of a parameter: of its own name without one, of no names if it is left out."""
         layer, module, kind = split_name(parameter)
         of_layers = module if layer is None else f"h.*.{module}"
         for key in (parameter, parameter.removesuffix(f".{kind}"), f"{of_layers}.{kind}", of_layers):
             if (stored := self.entries.get(key, _NO_ENTRY)) is not _NO_ENTRY:
-                break
-        else:
-            return Stored((parameter,), is_in_out=self.is_in_out)
-        if stored is None:
-            return _NO_ENTRY
-        end = "" if key.endswith(f".{kind}") else f".{kind}"
-        names = (name.replace("*", str(layer), 1) if "*" in key else name for name in stored.names[:most])
-        is_in_out = self.is_in_out if stored.is_in_out is None else stored.is_in_out
-        return Stored(tuple(name + end for name in names), stored.axis, is_in_out)
+                return key, stored or _NO_ENTRY
+        return None, Stored((parameter,))
+
+    def names(self, parameter: str) -> Iterator[str]:
+        """Yield the names of a parameter, in which a head's * remains."""
+        key, stored = self.entry(parameter)
+        layer, _, kind = split_name(parameter)
+        end = "" if key is None or key.endswith(f".{kind}") else f".{kind}"
+        for name in stored.names:
+            yield (name.replace("*", str(layer), 1) if key and "*" in key else name) + end
 
     def named(self, source: Source) -> Iterable[NamedTensor]:
-        """Yield all tensors, by their names in the state dict that holds the embedding."""
-        return named_in((*self.stored(EMBEDDING).names, "")[0], source, self.has_wrappers)
+        """Yield all tensors, by their names in the state dict that holds the embedding, or the head."""
+        tables = (next(self.names(table), "") for table in (EMBEDDING, HEAD))
+        return named_in(tuple(filter(None, tables)), source, not self.is_users)
 
     def kind(self, parameter: str) -> str:
         """Return the kind of layer: all layer norms are one, and all matrices that are not unlike others."""
         _, module, _ = split_name(parameter)
         is_norm = module.rpartition(".")[2].startswith("ln_")
-        return "norm" if is_norm else module if module in self.unlike else "matrix"
+        return _NORM if is_norm else module if module in self.unlike else "matrix"
 
 
 class Model:
@@ -139,90 +141,106 @@ class Model:
         self.description, self.source = description, source
         found = description.named(source)
         self.tensors = {one.name: one.tensor for one in found if not one.name.startswith(BESIDE)}
-        of_heads = [name for name in description.stored("h.0.attn.c_attn.weight").names if "*" in name][:1]
-        self.heads = _length(lambda head: any(n.replace("*", str(head)) in self.tensors for n in of_heads))
+
+    @cached_property
+    def heads(self) -> int:
+        name = next(self.description.names("h.0.attn.c_attn.weight"), "")
+        return _length(lambda head: name.replace("*", str(head)) in self.tensors) if "*" in name else 0
+
+    @cached_property
+    def n_layer(self) -> int:
+        """Raise CheckpointError for entries of other layers, and for a list of names out of proportion to the file."""
         # A gap shows in names that are missing, or unexpected.
-        self.n_layer = _length(
-            lambda layer: any(self._begins(f"h.{layer}.{name}.weight") for name in MODULES)
+        L = _length(lambda layer: any(self._begins(f"h.{layer}.{name}.weight") for name in MODULES))
+        entries = self.description.entries
+        layers = {key: found[1] for key in entries if (found := _LAYER.fullmatch(key))}
+        if beyond := [key for key, layer in layers.items() if int(layer) >= L]:
+            raise self.source.error(f"has {L} layers, from h.0 on, and {TENSOR_NAMES} gives {listed(beyond, 3)}.")
+        lengths = sum(
+            len(name) * (L if "*" in key else 1) * (self.heads if name.count("*") > key.count("*") else 1)
+            for key, stored in entries.items()
+            for name in (stored or _NO_ENTRY).names
         )
+        if lengths > MAX_LENGTHS * sum(map(len, self.tensors)):
+            raise self.source.error(f"is described by more names than it has: {lengths} characters.")
+        return L
 
     def _begins(self, parameter: str) -> bool:
-        names = self.description.stored(parameter, 1).names
-        return any(name.replace("*", "0") in self.tensors for name in names)
+        return next(self.description.names(parameter), "").replace("*", "0") in self.tensors
 
-    def stored(self, parameter: str) -> Stored:
+    def names(self, parameter: str) -> tuple[str, ...]:
         """Return the names of a parameter, of all heads."""
-        stored = self.description.stored(parameter)
-        each = ((name, self.heads if "*" in name else 1) for name in stored.names)
-        return replace(stored, names=tuple(name.replace("*", str(i)) for name, n in each for i in range(n)))
+        each = ((name, self.heads if "*" in name else 1) for name in self.description.names(parameter))
+        return tuple(name.replace("*", str(i)) for name, n in each for i in range(n))
 
     def has_any(self, parameter: str) -> bool:
-        return any(name in self.tensors for name in self.stored(parameter).names)
+        return any(name in self.tensors for name in self.names(parameter))
 
     def shape(self, parameter: str) -> Shape:
         """Return the shape of a matrix, of its first part. Raise CheckpointError if it is absent."""
-        names = self.stored(parameter).names
+        names = self.names(parameter)
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
         if len(shape) != 2:
             raise self.source.error(f"holds no matrix {listed(names) or parameter}, which shows a size.")
         return shape
 
-    def check(self, n_layer: int) -> None:
-        """Raise CheckpointError before any list of names that is out of proportion to the file."""
-        lengths = sum(
-            len(name)
-            * (n_layer if "*" in key else 1)
-            * (self.heads if name.count("*") > key.count("*") else 1)
-            for key, stored in self.description.entries.items()
-            for name in (stored or _NO_ENTRY).names
-        )
-        if lengths > MAX_LENGTHS * sum(map(len, self.tensors)):
-            raise self.source.error(f"is described by more names than it has: {lengths} characters.")
-
     def sizes(self) -> dict[str, Any]:
-        self.check(self.n_layer)
-        V, C = self.shape(EMBEDDING)
+        n_layer = self.n_layer  # raises before names are listed
+        has_head = self.has_any(HEAD)
+        key, _ = self.description.entry(HEAD)
+        if self.description.is_users and self.names(HEAD) and key and not has_head:
+            raise self.source.error(f"is missing {listed(self.names(HEAD))}, which {TENSOR_NAMES} gives for {key}.")
+        V, C = self.shape(HEAD if has_head and not self.has_any(EMBEDDING) else EMBEDDING)
         rows, columns = self.shape("h.0.mlp.c_fc.weight")
-        stored = self.stored("h.0.mlp.c_fc.weight")
-        n_in, n_out = (len(stored.names), 1) if stored.axis else (1, len(stored.names))
-        is_in_out = columns * n_in != C if stored.is_in_out is None else stored.is_in_out
+        names, stored = self.names("h.0.mlp.c_fc.weight"), self.description.entry("h.0.mlp.c_fc.weight")[1]
+        n_in, n_out = (len(names), 1) if stored.axis else (1, len(names))
+        is_in_out = columns * n_in != C if self._is_in_out(stored) is None else self._is_in_out(stored)
         sizes = {
             "vocab_size": V,
             "n_embd": C,
-            "n_layer": self.n_layer,
+            "n_layer": n_layer,
             "n_positions": self.shape(POSITIONS)[0],
+            "n_inner": n_out * (columns if is_in_out else rows),
+            "tie_word_embeddings": not has_head,
         }
-        sizes |= {"n_inner": n_out * (columns if is_in_out else rows)}
-        return {**sizes, "tie_word_embeddings": not self.has_any(HEAD)} | (
-            {"n_head": self.heads} if self.heads else {}
-        )
+        return sizes | ({"n_head": self.heads} if self.heads else {})
+
+    def _is_in_out(self, stored: Stored) -> bool | None:
+        is_unsaid = stored.is_in_out is None and not self.description.is_users
+        return False if is_unsaid else stored.is_in_out
 
     def rules(
-        self, config: ModelConfig, requires_biases: bool, is_by_width: bool = False
+        self, config: ModelConfig, has_biases: bool | None, is_by_width: bool = False
     ) -> dict[str, TensorRule]:
         """Return the rules. A kind of layer may have no biases; if one is there, all are.
 
-        is_by_width: scores are divided by the root of C, which queries take in.
+        has_biases: as the files say, or None. is_by_width: scores are divided by the root of C, which queries take in.
         """
-        self.check(config.n_layer)
+        if config.n_layer != self.n_layer:
+            raise self.source.error(f"has {self.n_layer} layers, from h.0 on, and {config.n_layer} by its settings.")
         kind = self.description.kind
         shapes = parameter_shapes(config)
         biases = {name for name in shapes if name.endswith(".bias")}
-        with_bias = {kind(name) for name in biases if requires_biases or self.has_any(name)}
+        with_bias = {kind(name) for name in biases if has_biases or self.has_any(name)}
+        if _NORM not in with_bias and has_biases is not False:
+            raise self.source.error(
+                "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
+                f'write {self.source.folder / "config.json"} with bias, false.'
+            )
         rules = {}
         for parameter, shape in shapes.items():
-            stored = self.stored(parameter)
+            names = self.names(parameter)
             if parameter in biases and kind(parameter) not in with_bias:
                 rules[parameter] = NO_BIAS
-            elif stored.names:
-                transform = self._joined(parameter, stored, shape)
+            elif names:
+                transform = self._joined(parameter, names, shape)
                 if is_by_width and ".c_attn." in parameter:
                     transform = replace(transform, of_whole=partial(_with_queries_by, config.n_head**-0.5))
-                rules[parameter] = TensorRule(stored.names, transform)
+                rules[parameter] = TensorRule(names, transform)
             elif parameter != HEAD:
                 raise self.source.error(f"is described without {parameter}, which every GPT-2 has.")
         if self.has_any(HEAD_BIAS):
-            rules[HEAD_BIAS] = TensorRule(self.stored(HEAD_BIAS).names)
+            rules[HEAD_BIAS] = TensorRule(self.names(HEAD_BIAS))
         uses = Counter(
             name for parameter, rule in rules.items() if parameter != HEAD for name in rule.sources
         )
@@ -230,11 +248,16 @@ class Model:
             raise self.source.error(f"is described by {listed(twice)} more than once.")
         return rules
 
-    def _joined(self, parameter: str, stored: Stored, shape: Shape) -> Transform:
+    def _joined(self, parameter: str, names: tuple[str, ...], shape: Shape) -> Transform:
         """Raise CheckpointError if neither the description nor a shape tells rows from columns."""
-        axis, names = min(stored.axis, len(shape) - 1), stored.names
+        _, stored = self.description.entry(parameter)
+        axis = min(stored.axis, len(shape) - 1)
+        if shape[axis] % len(names):
+            raise self.source.error(
+                f"cannot have {parameter} in {len(names)} names of one size: it has {shape[axis]} rows along axis {axis}."
+            )
         part = shared(shape, axis, len(names))
-        is_in_out = stored.is_in_out
+        is_in_out = self._is_in_out(stored)
         if is_in_out is None and is_transposed(parameter):
             if part == part[::-1]:
                 raise self.source.error(

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ class Source:
     path: Path
     container: Container
     description: Mapping[str, Any] | None = None
+    models: dict[str, Any] = field(default_factory=dict, init=False)  # by program, which each describes once
 
     @property
     def folder(self) -> Path:
@@ -94,8 +95,12 @@ class Transform:
 
 
 def shared(shape: Shape, axis: int | None, n: int) -> Shape:
-    """Return the shape of one of n parts along an axis."""
-    return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+    """Return the shape of one of n parts along an axis. Raise ValueError if they would differ."""
+    if axis is None:
+        return shape
+    if shape[axis] % n:
+        raise ValueError(f"has {shape[axis]} rows along axis {axis}, of which {n} parts cannot have as many each")
+    return *shape[:axis], shape[axis] // n, *shape[axis + 1 :]
 
 
 def as_is(axis: int | None = None) -> Transform:
@@ -154,7 +159,7 @@ def rule_in_out(parameter: str, name: str) -> TensorRule:
 MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
 _IN_LAYER = "|".join(map(re.escape, MODULES))
 # A parameter or a module, as a description has it.
-OURS = re.compile(rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|\d{{1,5}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?")
+OURS = re.compile(rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?")
 _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 

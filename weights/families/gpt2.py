@@ -65,22 +65,25 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
     return fields.get("model_type", "gpt2") == "gpt2"
 
 
-def named_in(embedding: str, source: Source, has_wrappers: bool = True) -> Iterable[NamedTensor]:
-    """Yield all tensors, by their names in the state dict that holds an embedding, under any key and any attribute.
+def named_in(tables: tuple[str, ...], source: Source, has_wrappers: bool = True) -> Iterable[NamedTensor]:
+    """Yield all tensors, by their names in the state dict that holds the first of tables, under any key and attribute.
 
     A training run's other tensors are BESIDE. Raise CheckpointError for several models.
     """
     tensors, dicts = source.container.tensors, source.container.dicts
-    found = [name for name in tensors if f".{name}".endswith(f".{embedding}")]
-    found = [name for name in found if dicts.get(name) == MODEL] or found
-    if embedding in found and not has_wrappers:
-        found = [embedding]
     places = {}
-    for name in found:
-        parts = name.removesuffix(embedding).split(".")[:-1]
-        while has_wrappers and parts and parts[-1] in WRAPPERS:
-            parts.pop()
-        places["".join(f"{part}." for part in parts), dicts.get(name)] = name
+    for table in tables:
+        found = [name for name in tensors if f".{name}".endswith(f".{table}")]
+        found = [name for name in found if dicts.get(name) == MODEL] or found
+        if table in found and not has_wrappers:
+            found = [table]
+        for name in found:
+            parts = name.removesuffix(table).split(".")[:-1]
+            while has_wrappers and parts and parts[-1] in WRAPPERS:
+                parts.pop()
+            places["".join(f"{part}." for part in parts), dicts.get(name)] = name
+        if places:
+            break
     if len(places) > 1:
         raise source.error(
             f"holds several models, by {listed(list(places.values()))}: give the names of one in {TENSOR_NAMES}, as "
@@ -94,15 +97,20 @@ def named_in(embedding: str, source: Source, has_wrappers: bool = True) -> Itera
 
 
 def is_beside(source: Source, name: str, holder: str | None) -> bool:
-    """Return whether a tensor is known to be no parameter: a number, or of a training run, outside a dictionary."""
+    """Return whether a tensor, outside a dictionary, is known to be no parameter.
+
+    A number, of a training run, or next to nanoGPT's model.
+    """
+    if source.container.dicts.get(name, holder) == holder:
+        return False
     tensor = source.container.tensors[name]
     # Of a class that is not read, the dtype is its name.
     is_number = "." not in tensor.dtype and math.prod(tensor.shape) == 1
-    is_of_training = is_number or _OF_TRAINING.fullmatch(name.partition(".")[0][:MAX_KEY])
-    return source.container.dicts.get(name, holder) != holder and bool(is_of_training)
+    is_nanogpts = holder == MODEL and "model_args" in source.container.metadata
+    return is_number or is_nanogpts or bool(_OF_TRAINING.fullmatch(name.partition(".")[0][:MAX_KEY]))
 
 
-named = partial(named_in, EMBEDDING)
+named = partial(named_in, (EMBEDDING,))
 
 
 def _rules(config: ModelConfig) -> dict[str, TensorRule]:

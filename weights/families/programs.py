@@ -116,11 +116,16 @@ def described(
     **fields: Any,
 ) -> Family:
     """Return the family of a description. activation: of the program, which its files do not say, or None."""
-    description = Description.of(names, **{"is_in_out": False, "has_wrappers": True, **fields})
+    description = Description.of(names, **fields)
+
+    def model(source: Source) -> Model:
+        if name not in source.models:
+            source.models[name] = Model(description, source)
+        return source.models[name]
 
     def config(source: Source) -> ModelConfig:
         beside = source.config_json or {}
-        seen = Model(description, source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
+        seen = model(source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
         if activation is None:
             _ask(source, beside, has_heads="n_head" in seen)
         if source.model_type == "gpt2" and activation is None:
@@ -128,8 +133,8 @@ def described(
             if (heads := seen.get("n_head", config.n_head)) != config.n_head:
                 raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
             return config
-        model = fields_of(beside.get("model"))  # minGPT's
-        guessed = {"n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))}
+        sizes = fields_of(beside.get("model"))  # minGPT's
+        guessed = {"n_head": sizes.get("n_head") or _MINGPT_HEADS.get(str(sizes.get("model_type")))}
         if activation is not None:
             guessed["activation_function"] = activation
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
@@ -137,22 +142,19 @@ def described(
         return config_of_parts(source, "the checkpoint", guessed, seen, said)
 
     def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-        has_biases = _settings(source).get("bias") is True
-        return Model(description, source).rules(config, has_biases, _is_by_width(source))
+        has_biases = {**(source.config_json or {}), **_settings(source)}.get("bias")
+        return model(source).rules(config, has_biases if is_bool(has_biases) else None, _is_by_width(source))
 
     def quirks(source: Source, config: ModelConfig) -> list[str]:
-        norms = "layer norms have no biases: they are no RMSNorms here"
-        has_none = not Model(description, source).has_any("ln_f.bias")
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
         scale = _BY_WIDTH if _is_by_width(source) else quirk
-        return [told] * (activation is not None) + [norms] * has_none + [scale] * bool(scale)
+        return [told] * (activation is not None) + [scale] * bool(scale)
 
     def detect(source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
-        model = Model(description, source)
-        names = model.stored("h.0.attn.c_attn.weight").names
-        shape = model.tensors[names[0]].shape if model.tensors.keys() >= {*names} and names else ()
-        if len(names) > 1 and not all(map(model.has_any, (EMBEDDING, "h.0.mlp.c_fc.weight"))):
+        names, tensors = model(source).names("h.0.attn.c_attn.weight"), model(source).tensors
+        shape = tensors[names[0]].shape if tensors.keys() >= {*names} and names else ()
+        if len(names) > 1 and not all(map(model(source).has_any, (EMBEDDING, "h.0.mlp.c_fc.weight"))):
             return False  # only names tell
         return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
 
@@ -216,7 +218,7 @@ def of_user(source: Source, names: Mapping[str, Any]) -> Family:
             '{"its name": "the name of that model"}.'
         )
     try:
-        return described(f"GPT-2 of {TENSOR_NAMES}", names, None, is_in_out=None, has_wrappers=False)
+        return described(f"GPT-2 of {TENSOR_NAMES}", names, None, is_users=True)
     except ValueError as error:
         wanted = 'a name, a list of names, {"names": [...], "axis": 0, "transpose": true} or null'
         raise source.error(f"has a {TENSOR_NAMES} that gives {error}: it must give {wanted}.") from None
