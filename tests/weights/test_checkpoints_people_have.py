@@ -303,8 +303,8 @@ MISNAMED = [
     (OF_TORCH | {"h.01.ln_1": "layers.1.norm1"}, "gives names for h.01.ln_1, which is no parameter"),
     (OF_TORCH | {"h.7.ln_1": "layers.1.norm1"}, f"has {L} layers, .* gives h.7.ln_1"),
     (OF_TORCH | {"lm_head": "haed", "head.*": None}, "is missing haed.weight, .* gives for lm_head"),
-    (OF_TORCH | {"h.*.mlp.c_proj": {"names": [f"layers.*.d{i}" for i in range(3)], "axis": 1}}, "in 3 names .* 32 rows"),
-    (OF_TORCH | {"lm_head": ["head", "head_2"]}, "cannot have lm_head.weight in 2 names of one size: it has 13 rows"),
+    (OF_TORCH | {"h.*.mlp.c_proj": {"names": [f"layers.*.{i}" for i in "abc"], "axis": 1}}, "in 3 names .* 1 is 32 l"),
+    (OF_TORCH | {"lm_head": ["head", "head_2"]}, "cannot have lm_head.weight in 2 names of one size: axis 0 is 13"),
     (OF_TORCH | {f"x{i}": None for i in range(200)}, "201 patterns"),
 ]  # fmt: skip
 
@@ -360,7 +360,9 @@ def test_heads_of_a_config_json_are_those_of_the_matrices(tmp_path, fields):
 def test_norms_without_biases_may_be_of_another_kind(tmp_path, fields):
     torch.save(made(Nano(norm_bias=False)).state_dict(), tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", {"n_head": H, **fields})
-    assert_refused(tmp_path, "norms without biases, which may be RMSNorms: .* write .*config.json with bias, false")
+    assert_refused(
+        tmp_path, "norms without biases, which may be RMSNorms: .* write .*config.json with bias, false"
+    )
 
 
 def test_all_that_lies_beside_nanogpt_is_listed(tmp_path):
@@ -493,10 +495,29 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     folder = write_named(tmp_path, arrays(model), {}, config)
     (folder / "tensor_names.json").unlink()
     assert cli.main(["info", str(folder), "--write-names", layout]) == 0
-    assert "compare it with the model's code" in capsys.readouterr().err
+    assert "compare it with the model's code. Names cannot show" in capsys.readouterr().err
     assert_computes(folder, model)
     assert cli.main(["info", str(folder), "--write-names", layout]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "loads, as GPT-2 of tensor_names.json: it needs no other names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_no_older_file_of_names_is_overwritten(tmp_path, capsys, is_link):
+    folder = write_named(tmp_path, bare(made(OfTorch())), {"wte": "nowhere"})
+    if is_link:
+        (folder / "tensor_names.json").unlink()
+        (folder / "tensor_names.json").symlink_to(folder / "elsewhere.json")
+    assert cli.main(["info", str(folder), "--write-names", "linear"]) == 2
+    assert "tensor_names.json is there already: move it" in capsys.readouterr().err
+    assert not (folder / "elsewhere.json").exists()
+
+
+def test_names_by_which_the_model_would_not_load_are_not_written(tmp_path, capsys):
+    folder = write_named(tmp_path, bare(made(OfTorch())), {}, {"n_head": H})
+    (folder / "tensor_names.json").unlink()
+    assert cli.main(["info", str(folder), "--write-names", "linear"]) == 2
+    assert "does not say all of its arithmetic: write" in capsys.readouterr().err
+    assert not (folder / "tensor_names.json").exists()
 
 
 def test_arithmetic_that_no_shape_shows_is_asked_for_or_told(tmp_path):
@@ -526,8 +547,8 @@ def test_heads_of_other_names_are_not_the_lectures(tmp_path):
     assert_refused(tmp_path, "of no model that is implemented", "write-names linear")
 
 
-def scales(name):
-    return {name.format(layer): np.ones(1, "f4") for layer in range(L)}
+def each_layer(name, array):
+    return {f"layers.{layer}.{name}": array.astype("f4") for layer in range(L)}
 
 
 UNDECIDED = {
@@ -538,6 +559,36 @@ UNDECIDED = {
     "torch's own layers": (
         lambda m: renamed(bare(m), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2")),
         "before or after",
+    ),
+    "torch's own layers in an attribute": (
+        lambda m: renamed(bare(m), ("attention", "b.self_attn"), ("up", "b.linear1"), ("down", "b.linear2")),
+        "before or after",
+    ),
+    "norms without biases": (
+        lambda m: {name: array for name, array in bare(m).items() if not re.search("norm.*bias", name)},
+        "ln_f, which has no bias, as RMSNorm",
+    ),
+    "learned biases of scores": (
+        lambda m: bare(m) | each_layer("rel_bias", np.full((T, T), 0.5)),
+        "rel_bias",
+    ),
+    "learned biases by the name of a mask": (
+        lambda m: bare(m) | each_layer("mask", np.full((T, T), 0.5)),
+        "mask",
+    ),
+    "a number by the name of a mask": (lambda m: bare(m) | each_layer("mask", np.ones(())), "mask"),
+    "whole numbers": (lambda m: bare(m) | {"layers.0.gate": np.ones(C, "i4")}, "layers.*gate"),
+    "tables by each other's words": (
+        lambda m: renamed(bare(m), ("tokens.", "out_tokens."), ("head.", "classes.")),
+        "lm_head",
+    ),
+    "a head by no word": (
+        lambda m: renamed(bare(m), ("tokens.", "header_tokens."), ("head.", "classes.")),
+        "lm_head",
+    ),
+    "tokens by the word of positions": (
+        lambda m: renamed(bare(m), ("tokens.", "token_pos."), ("positions.", "time.")),
+        "wpe",
     ),
     "matrices of the other layout": (lambda m: in_out(bare(m)), "c_attn"),
     "three matrices of the other layout": (
@@ -553,7 +604,7 @@ UNDECIDED = {
         "interleaved by head",
     ),
     "a scale of scores": (
-        lambda m: {**bare(m), **scales("layers.{}.attention.scale")},
+        lambda m: bare(m) | each_layer("attention.scale", np.ones(1)),
         "attention.scale|layers.\\*.attention",
     ),
     "matrices of one name": (

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +46,21 @@ FEATURES = (
     "neon",
 )
 
+# Of every GPT-2, and of no name or shape.
+CONDITIONS = (
+    "compare it with the model's code. Names cannot show that each layer is x = x + attention(norm(x)), then x = x + "
+    "mlp(norm(x)), that norms subtract the mean, with an epsilon of 1e-05, that attention is causal, and its scores "
+    "divided once, by a root, that neither tables, scores, sums nor logits are scaled, capped or added to otherwise, "
+    "which norm is the first, how square matrices lie, and that all of the file is used."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     about = "list the models of the Hub that are in the cache, and read none (default: off)"
     parser.add_argument("--cached", action="store_true", help=about)
-    about = "write a tensor_names.json next to a GPT-2 of unknown names, if shapes leave one answer: its matrices are "
+    about = "write a tensor_names.json next to a GPT-2 of unknown names, if words and shapes leave one answer by which "
+    about += "it loads, and say what they cannot show: its matrices are "
     about += "(out, in), as torch's Linear, with -qkv if one matrix has all queries, then keys, then values, or (in, "
     about += "out), as transformers' Conv1D (default: off)"
     parser.add_argument("--write-names", choices=("linear", "linear-qkv", "conv1d"), help=about)
@@ -76,21 +85,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _write_names(path: Path, layout: str) -> None:
-    """Raise CheckpointError without one answer, and next to an older file."""
+    """Raise CheckpointError for a model that loads, without one answer by which it would, and next to an older file."""
     from ..weights.containers.formats import read_weights
     from ..weights.families.family import Source
     from ..weights.families.proposal import proposed_names
     from ..weights.files import TENSOR_NAMES
+    from ..weights.matching import family_of, match, read_checkpoint
 
+    if (loaded := _attempt([], read_checkpoint, path)) is not None:
+        raise CheckpointError(f"{path} loads, as {loaded.family}: it needs no other names.")
     source = Source(path, read_weights(path))
+    source = replace(source, description=proposed_names(source, layout))
+    family = family_of(source)
+    match(source, family, family.config(source))
     place = source.folder / TENSOR_NAMES
-    if place.exists():
-        raise CheckpointError(f"{place} is there already: move it to have another.")
-    text = json.dumps(proposed_names(source, layout), indent=1)
-    place.write_text(text, encoding="utf-8")
-    log(
-        f"wrote {place}: compare it with the model's code, which must use all of it, and layer norms before blocks"
-    )
+    try:
+        with place.open("x", encoding="utf-8") as file:
+            json.dump(source.description, file, indent=1)
+    except FileExistsError:
+        raise CheckpointError(f"{place} is there already: move it to have another.") from None
+    log(f"wrote {place}: {CONDITIONS}")
 
 
 def _print_cached(args: argparse.Namespace) -> None:

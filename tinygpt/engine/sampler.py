@@ -24,7 +24,9 @@ NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
-NO_TOKENS = " Ids from {} on are of no token: to be chosen, one must be named in logit_bias or allowed_token_ids."
+NO_TOKENS = (
+    " Ids from {} on are of no token: to be chosen, one must be named in logit_bias or allowed_token_ids."
+)
 XTC = 1  # the use of a number that decides whether tokens are excluded
 Filter = tuple[Callable[[np.ndarray, float], np.ndarray], float]  # scores (V,) = f(scores, value)
 # The first token of a text of dry_sequence_breakers -> the others of each such text.

@@ -84,9 +84,9 @@ _LAYER = re.compile(r"h\.(\d+)\..*")
 class Description:
     """Where parameters lie.
 
-    left_out: patterns of a file's other names. is_users: names are whole, and matrices may be (in, out); those of a
-    program stand in wrappers, as torch and transformers have them. unlike: modules whose biases may be absent if others'
-    are there.
+    left_out: patterns of a file's other names. is_users: names are whole, and matrices may be (in, out); names of a
+    program stand in wrappers, as torch and transformers have them. unlike: modules that may lack biases if others have
+    them.
     """
 
     entries: Mapping[str, Stored | None]
@@ -155,7 +155,9 @@ class Model:
         entries = self.description.entries
         layers = {key: found[1] for key in entries if (found := _LAYER.fullmatch(key))}
         if beyond := [key for key, layer in layers.items() if int(layer) >= L]:
-            raise self.source.error(f"has {L} layers, from h.0 on, and {TENSOR_NAMES} gives {listed(beyond, 3)}.")
+            raise self.source.error(
+                f"has {L} layers, from h.0 on, and {TENSOR_NAMES} gives {listed(beyond, 3)}."
+            )
         lengths = sum(
             len(name) * (L if "*" in key else 1) * (self.heads if name.count("*") > key.count("*") else 1)
             for key, stored in entries.items()
@@ -189,7 +191,9 @@ class Model:
         has_head = self.has_any(HEAD)
         key, _ = self.description.entry(HEAD)
         if self.description.is_users and self.names(HEAD) and key and not has_head:
-            raise self.source.error(f"is missing {listed(self.names(HEAD))}, which {TENSOR_NAMES} gives for {key}.")
+            raise self.source.error(
+                f"is missing {listed(self.names(HEAD))}, which {TENSOR_NAMES} gives for {key}."
+            )
         V, C = self.shape(HEAD if has_head and not self.has_any(EMBEDDING) else EMBEDDING)
         rows, columns = self.shape("h.0.mlp.c_fc.weight")
         names, stored = self.names("h.0.mlp.c_fc.weight"), self.description.entry("h.0.mlp.c_fc.weight")[1]
@@ -217,7 +221,9 @@ class Model:
         has_biases: as the files say, or None. is_by_width: scores are divided by the root of C, which queries take in.
         """
         if config.n_layer != self.n_layer:
-            raise self.source.error(f"has {self.n_layer} layers, from h.0 on, and {config.n_layer} by its settings.")
+            raise self.source.error(
+                f"has {self.n_layer} layers, from h.0 on, and {config.n_layer} by its settings."
+            )
         kind = self.description.kind
         shapes = parameter_shapes(config)
         biases = {name for name in shapes if name.endswith(".bias")}
@@ -225,7 +231,7 @@ class Model:
         if _NORM not in with_bias and has_biases is not False:
             raise self.source.error(
                 "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
-                f'write {self.source.folder / "config.json"} with bias, false.'
+                f"write {self.source.folder / 'config.json'} with bias, false."
             )
         rules = {}
         for parameter, shape in shapes.items():
@@ -254,7 +260,7 @@ class Model:
         axis = min(stored.axis, len(shape) - 1)
         if shape[axis] % len(names):
             raise self.source.error(
-                f"cannot have {parameter} in {len(names)} names of one size: it has {shape[axis]} rows along axis {axis}."
+                f"cannot have {parameter} in {len(names)} names of one size: axis {axis} is {shape[axis]} long."
             )
         part = shared(shape, axis, len(names))
         is_in_out = self._is_in_out(stored)

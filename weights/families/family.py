@@ -99,7 +99,9 @@ def shared(shape: Shape, axis: int | None, n: int) -> Shape:
     if axis is None:
         return shape
     if shape[axis] % n:
-        raise ValueError(f"has {shape[axis]} rows along axis {axis}, of which {n} parts cannot have as many each")
+        raise ValueError(
+            f"has {shape[axis]} rows along axis {axis}, of which {n} parts cannot have as many each"
+        )
     return *shape[:axis], shape[axis] // n, *shape[axis + 1 :]
 
 
@@ -159,7 +161,9 @@ def rule_in_out(parameter: str, name: str) -> TensorRule:
 MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
 _IN_LAYER = "|".join(map(re.escape, MODULES))
 # A parameter or a module, as a description has it.
-OURS = re.compile(rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?")
+OURS = re.compile(
+    rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?"
+)
 _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 

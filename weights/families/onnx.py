@@ -173,8 +173,7 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     for name in parameter_shapes(config):
         is_turned = is_transposed(name) and file_names.get(name) not in turned
         if name == HEAD and name in file_names:
-            is_named = _NAME.fullmatch(file_names[name]) is not None
-            is_turned = file_names[name] not in turned if roles else not is_named
+            is_turned = bool(roles) or _NAME.fullmatch(file_names[name]) is None
         rules[name] = TensorRule((name,), TRANSPOSED if is_turned else AS_IS)
     return rules
 
