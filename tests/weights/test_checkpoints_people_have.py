@@ -582,6 +582,10 @@ UNDECIDED = {
         lambda m: renamed(bare(m), ("tokens.", "out_tokens."), ("head.", "classes.")),
         "lm_head",
     ),
+    "a table by the word of a head": (
+        lambda m: renamed(bare(m), ("tokens.", "out_embed."), ("head.", "in_embed.")),
+        "lm_head",
+    ),
     "a head by no word": (
         lambda m: renamed(bare(m), ("tokens.", "header_tokens."), ("head.", "classes.")),
         "lm_head",

@@ -24,7 +24,7 @@ _LEAST_MASKED = -1e4  # of scores, as OpenAI's code has it
 _TABLES = {
     "wpe": "pos|positions?|positional|wpe",
     "wte": "tok|tokens?|words?|vocab|wte",
-    "lm_head": "head|out|outputs?|logits?|unembed|unembedding",
+    "lm_head": r"(?:head|out|outputs?|logits?|unembed|unembedding)\Z",
 }
 _SECOND = r"(?:^|[._])(?:mlp|ff|ffn|feed|post_att)[^.]*\Z|(?<!\d)2\Z"
 _FUSED = r"[._](?:c_attn|in_proj)\Z"
