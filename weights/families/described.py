@@ -5,6 +5,7 @@ h.*.attn.c_attn, it gives a name in the file, names that are joined, or {"names"
 null leaves a parameter, or tensors of the file, out. The first * is the layer, a second one each head in turn.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,23 +196,16 @@ class Model:
                 f"is missing {listed(self.names(HEAD))}, which {TENSOR_NAMES} gives for {key}."
             )
         V, C = self.shape(HEAD if has_head and not self.has_any(EMBEDDING) else EMBEDDING)
-        rows, columns = self.shape("h.0.mlp.c_fc.weight")
-        names, stored = self.names("h.0.mlp.c_fc.weight"), self.description.entry("h.0.mlp.c_fc.weight")[1]
-        n_in, n_out = (len(names), 1) if stored.axis else (1, len(names))
-        is_in_out = columns * n_in != C if self._is_in_out(stored) is None else self._is_in_out(stored)
+        inner = "h.0.mlp.c_fc.weight"  # of any layout
         sizes = {
             "vocab_size": V,
             "n_embd": C,
             "n_layer": n_layer,
             "n_positions": self.shape(POSITIONS)[0],
-            "n_inner": n_out * (columns if is_in_out else rows),
+            "n_inner": math.prod(self.shape(inner)) * len(self.names(inner)) // max(C, 1),
             "tie_word_embeddings": not has_head,
         }
         return sizes | ({"n_head": self.heads} if self.heads else {})
-
-    def _is_in_out(self, stored: Stored) -> bool | None:
-        is_unsaid = stored.is_in_out is None and not self.description.is_users
-        return False if is_unsaid else stored.is_in_out
 
     def rules(
         self, config: ModelConfig, has_biases: bool | None, is_by_width: bool = False
@@ -263,8 +257,8 @@ class Model:
                 f"cannot have {parameter} in {len(names)} names of one size: axis {axis} is {shape[axis]} long."
             )
         part = shared(shape, axis, len(names))
-        is_in_out = self._is_in_out(stored)
-        if is_in_out is None and is_transposed(parameter):
+        is_in_out = stored.is_in_out
+        if is_in_out is None and self.description.is_users and is_transposed(parameter):
             if part == part[::-1]:
                 raise self.source.error(
                     f"holds {names[0]}, a square matrix, of which no shape tells rows from columns: write "

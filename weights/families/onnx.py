@@ -43,12 +43,6 @@ _MAX_CONSTANT = 1  # elements of a constant that is no weight
 
 def _named(source: Source) -> Iterable[NamedTensor]:
     """Yield all tensors; one in several branches of a graph has several names there."""
-    tensors = source.container.tensors
-    if roles := _roles(source):
-        yield from (NamedTensor(role, name, tensors[name]) for role, name in roles.items())
-        others = tensors.keys() - roles.values()
-        yield from (_other(name, tensors[name]) for name in tensors if name in others)
-        return
     seen, head = set(), _head(source)
     for name, tensor in source.container.tensors.items():
         found = _NAME.fullmatch(name)
@@ -60,19 +54,11 @@ def _named(source: Source) -> Iterable[NamedTensor]:
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)
         else:
-            yield _other(name, tensor)
-
-
-def _other(name: str, tensor: StoredTensor) -> NamedTensor:
-    is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
-    return NamedTensor(_UNUSED + name if is_constant else name, name, tensor)
-
-
-def _roles(source: Source) -> dict[str, str]:
-    """Return names by parameter as the graph uses them, if some have lost their own."""
-    roles = roles_of(source.container.graph)
-    named = {found[1] for name in source.container.tensors if (found := _NAME.fullmatch(name))}
-    return {} if roles.keys() - {HEAD} <= named else roles
+            is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
+            yield NamedTensor(_UNUSED + name if is_constant else name, name, tensor)
+    for name, kept in roles_of(source.container.graph).items():
+        if name not in seen:  # one of equal tensors, which has another's name
+            yield NamedTensor(name, kept, source.container.tensors[kept])
 
 
 def _head(source: Source) -> str | None:
@@ -127,8 +113,7 @@ def _refuse(source: Source, graph: Graph) -> None:
         raise source.error(
             f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner."
         )
-    is_named = any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names))
-    if not is_named and not _roles(source):
+    if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
         there = listed(names, 3)
         raise source.error(
             f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded."
@@ -168,12 +153,11 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     """Return the rules: matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
-    roles = _roles(source)
     rules = {}
     for name in parameter_shapes(config):
         is_turned = is_transposed(name) and file_names.get(name) not in turned
         if name == HEAD and name in file_names:
-            is_turned = bool(roles) or _NAME.fullmatch(file_names[name]) is None
+            is_turned = _NAME.fullmatch(file_names[name]) is None
         rules[name] = TensorRule((name,), TRANSPOSED if is_turned else AS_IS)
     return rules
 

@@ -4,37 +4,24 @@ Its optimizer keeps one of equal tensors, such as zero biases, so that names are
 known: a scale, another mask or another order would make another model.
 """
 
-from collections.abc import Iterator
-
-from ..config import EMBEDDING, HEAD, POSITIONS
+from ..config import EMBEDDING, POSITIONS
 from ..containers.onnx import Graph, Node
 
 _TABLES, _SUM = "EmbedLayerNormalization", "SkipLayerNormalization"
-_PER_LAYER = 7  # operations
-Step = tuple[str, dict[int, str]]  # an operation, and parameters by the place of its inputs
-
-
-def _of(module: str, weight: int, bias: int) -> dict[int, str]:
-    return {weight: f"{module}.weight", bias: f"{module}.bias"}
-
-
-def _steps(n_layer: int) -> Iterator[Step]:
-    yield _TABLES, {2: EMBEDDING, 3: POSITIONS, **_of("h.0.ln_1", 5, 6)}
-    for layer in range(n_layer):
-        h = f"h.{layer}"
-        after = f"h.{layer + 1}.ln_1" if layer + 1 < n_layer else "ln_f"
-        yield "Attention", _of(f"{h}.attn.c_attn", 1, 2)
-        yield "MatMul", {1: f"{h}.attn.c_proj.weight"}
-        yield _SUM, {**_of(f"{h}.ln_2", 2, 3), 4: f"{h}.attn.c_proj.bias"}
-        yield "MatMul", {1: f"{h}.mlp.c_fc.weight"}
-        yield "FastGelu", {1: f"{h}.mlp.c_fc.bias"}
-        yield "MatMul", {1: f"{h}.mlp.c_proj.weight"}
-        yield _SUM, {**_of(after, 2, 3), 4: f"{h}.mlp.c_proj.bias"}
-    yield "MatMul", {1: HEAD}
+# Operations, and their weights after the last output, and a sum's other part: {0} is the layer, {1} the next.
+_LAYER = (
+    ("Attention", ["h.{0}.attn.c_attn.weight", "h.{0}.attn.c_attn.bias"]),
+    ("MatMul", ["h.{0}.attn.c_proj.weight"]),
+    (_SUM, ["h.{0}.ln_2.weight", "h.{0}.ln_2.bias", "h.{0}.attn.c_proj.bias"]),
+    ("MatMul", ["h.{0}.mlp.c_fc.weight"]),
+    ("FastGelu", ["h.{0}.mlp.c_fc.bias"]),
+    ("MatMul", ["h.{0}.mlp.c_proj.weight"]),
+    (_SUM, ["h.{1}.ln_1.weight", "h.{1}.ln_1.bias", "h.{0}.mlp.c_proj.bias"]),
+)
 
 
 def roles_of(graph: Graph) -> dict[str, str]:
-    """Return names of tensors by parameter; none of another graph than a fused GPT-2's."""
+    """Return names of tensors by parameter, without the head; none of another graph than a fused GPT-2's."""
     given = {name: name for name in graph.inputs}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -42,25 +29,31 @@ def roles_of(graph: Graph) -> dict[str, str]:
             given[node.outputs[0]] = node.inputs[0]
         else:
             nodes.append(node)
-    roles: dict[str, str] = {}
-    last = stream = ""
-    steps = list(_steps(len(nodes) // _PER_LAYER))
-    for node, (kind, places) in zip(nodes, steps, strict=False):
-        inputs = dict(enumerate(node.inputs))
-        roles |= {parameter: inputs.pop(place, "") for place, parameter in places.items()}
-        left = {place: name for place, name in inputs.items() if name}
-        # Ids and a mask; a mask and cached keys and values; a sum has both.
-        free = {_TABLES: {0, 7, 8}, "Attention": {3, 4}}.get(kind, set())
-        taken = {} if kind == _TABLES else {0: last, 1: stream} if kind == _SUM else {0: last}
-        others = {place: left.pop(place) for place in free & left.keys()}
-        has_ids = kind != _TABLES or {others.get(0), others.get(8)} <= given.keys()
-        if node.kind != kind or left != taken or not has_ids or not _is_plain(node):
+    if not nodes or nodes[0].kind != _TABLES or len(nodes) % len(_LAYER) != 2:
+        return {}
+    ids, segments, *tables, segment_table, weight, bias, _, positions = [*nodes[0].inputs, *[""] * 9][:9]
+    if segments or segment_table or not {ids, positions} <= given.keys():
+        return {}
+    roles = {EMBEDDING: tables[0], POSITIONS: tables[1], "h.0.ln_1.weight": weight, "h.0.ln_1.bias": bias}
+    last, stream = nodes[0].outputs[0], "".join(nodes[0].outputs[2:])
+    for i, node in enumerate(nodes[1:-1]):
+        layer, place = divmod(i, len(_LAYER))
+        kind, names = _LAYER[place]
+        taken = (last, stream) if kind == _SUM else (last,)
+        count = len(taken) + len(names)
+        # A mask, and cached keys and values.
+        more = node.inputs[count + 2 * (kind == "Attention") :]
+        if node.kind != kind or node.inputs[: len(taken)] != taken or any(more) or not _is_plain(node):
             return {}
+        ours = (name.format(layer, layer + 1) for name in names)
+        roles |= dict(zip(ours, (*node.inputs, "", "", "")[len(taken) : count], strict=True))
         last = node.outputs[0]
-        if kind in (_TABLES, _SUM):
-            stream = "".join(node.outputs[2 if kind == _TABLES else 3 :])
-    are_all = len(nodes) == len(steps) > 2 and graph.tensors.keys() >= {*roles.values()}
-    return roles if are_all else {}
+        stream = "".join(node.outputs[3:]) if kind == _SUM else stream
+    L = len(nodes) // len(_LAYER)
+    roles |= {f"ln_f.{kind}": roles.pop(f"h.{L}.ln_1.{kind}", "") for kind in ("weight", "bias")}
+    head = nodes[-1]
+    is_head = head.kind == "MatMul" and head.inputs[0] == last
+    return roles if is_head and graph.tensors.keys() >= {*roles.values(), head.inputs[1]} else {}
 
 
 def _is_plain(node: Node) -> bool:

@@ -1,17 +1,17 @@
 """A tensor_names.json for a GPT-2 of unknown names, for `tinygpt info --write-names`.
 
-Shapes tell kinds of tensors apart, and words in names tensors of one shape. The user says how matrices lie.
+Shapes tell kinds of tensors apart, and words in names tensors of one shape. The user says how matrices lie, and the
+caller matches the model before names are written.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import listed
 from ..files import TENSOR_NAMES
 from ..tensor import StoredTensor
-from .described import MAX_NAME
 from .family import Source
 from .gpt2 import is_beside
 
@@ -47,15 +47,14 @@ class _Modules:
     tensors: of all layers, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, list[StoredTensor]], width: int, is_in_out: bool = False):
-        self.width = width
+    def __init__(self, tensors: Mapping[str, list[StoredTensor]], is_in_out: bool = False):
         self.masks: dict[str, None] = {}
         self.left: dict[str, Part] = defaultdict(dict)
         for name, each in tensors.items():
             shape = each[0].shape[::-1] if is_in_out else each[0].shape
             if _MASK.fullmatch(name) and all(map(_is_mask, each)):
                 self.masks[name] = None
-            elif each[0].is_floating and (found := _KIND.fullmatch(name)) and len(shape) in (1, 2):
+            elif each[0].is_floating and (found := _KIND.fullmatch(name)):
                 self.left[found[1]]["weight" if found[2] else "bias"] = name, shape
             else:
                 raise _UndecidedError(name)
@@ -64,7 +63,7 @@ class _Modules:
         return any(re.search(words, module, re.IGNORECASE) for module in self.left)
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
-        """Return the one module of a shape whose name has the words. None: any size."""
+        """Return the one module of a shape whose name has the words; a norm has a bias. None: any size."""
         found = [
             module
             for module, part in self.left.items()
@@ -73,13 +72,7 @@ class _Modules:
         if len(found) != 1:
             raise _UndecidedError(f"{what} ({listed(found, 4) or 'nothing fits'})")
         part = self.left.pop(found[0])
-        if "bias" in part and part["bias"][1] != part["weight"][1][:1]:
-            raise _UndecidedError(f"rows and columns of {found[0]}, whose bias is of the other size")
-        return part
-
-    def norm(self, what: str, words: str) -> Part:
-        part = self.take(what, words, self.width)
-        if "bias" not in part:
+        if len(shape) == 1 and "bias" not in part:
             raise _UndecidedError(f"{what}, which has no bias, as RMSNorm, which is no LayerNorm")
         return part
 
@@ -112,35 +105,32 @@ def proposed_names(source: Source, layout: str) -> dict[str, Any]:
 
 
 def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, Any]:
-    dicts = source.container.dicts
-    tensors = {
-        name: one for name, one in source.container.tensors.items() if not is_beside(source, name, None)
-    }
-    if len({dicts.get(name) for name in tensors}) != 1 or max(map(len, tensors)) > MAX_NAME:
-        raise _UndecidedError("the dictionary of the model")
-    top: dict[str, list[StoredTensor]] = {}
-    layers: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        if found := _NUMBER.search(name):
-            layers[f"{name[: found.start()]}*{name[found.end() :]}"][int(found[0])] = tensor
-        else:
-            top[name] = [tensor]
-    numbers = range(max(map(len, layers.values()), default=0))
-    for name, each in layers.items():
-        if each.keys() != {*numbers} or len({tensor.shape for tensor in each.values()}) > 1:
-            raise _UndecidedError(f"the layers, which differ in {name} or are not numbered from 0")
-    each_layer = {name: list(each.values()) for name, each in layers.items()}
-    widths = {tensor.shape[1] for (tensor,) in top.values() if len(tensor.shape) == 2}
+    """is_in_order: rows of one matrix are those of all queries, then keys, then values."""
+    groups: dict[str, list[StoredTensor]] = defaultdict(list)
+    for name, tensor in source.container.tensors.items():
+        if not is_beside(source, name, None):
+            groups[_NUMBER.sub("*", name, 1)].append(tensor)
+    top = {name: each for name, each in groups.items() if "*" not in name}
+    widths = {each[0].shape[1] for each in top.values() if len(each[0].shape) == 2}
     if len(widths) != 1:
         raise _UndecidedError("the embeddings, which are not of one width")
     C = widths.pop()
-    around = _Modules(top, C)
-    inside = _Modules({_of_heads(name, each, C): each for name, each in each_layer.items()}, C, is_in_out)
-    parts = {**_around(around), **_in_layer(inside, C, is_in_order)}
+    around = _Modules(top)
+    inside = _Modules(
+        {_of_heads(name, groups[name], C): groups[name] for name in groups.keys() - top}, is_in_out
+    )
+    parts = {**_around(around, C), **_in_layer(inside, C, is_in_order)}
     if left := [*around.left, *inside.left]:
         raise _UndecidedError(listed(left))
-    entries = (_entries(ours, theirs, is_in_out) for ours, theirs in parts.items())
-    return {**around.masks, **inside.masks} | {name: value for each in entries for name, value in each}
+    names: dict[str, Any] = {**around.masks, **inside.masks}
+    for ours, of_ours in parts.items():
+        for kind in ("weight", "bias"):
+            found = [part[kind] for part in of_ours if kind in part]
+            theirs = [name for name, _ in found]
+            is_matrix = ours.startswith("h.") and found and len(found[0][1]) == 2
+            if theirs:
+                names[f"{ours}.{kind}"] = {"names": theirs, "transpose": is_in_out} if is_matrix else theirs
+    return names
 
 
 def _of_heads(name: str, each: list[StoredTensor], C: int) -> str:
@@ -157,44 +147,29 @@ def _table(ours: str, is_named: bool = True) -> str:
     )
 
 
-def _around(modules: _Modules) -> dict[str, list[Part]]:
-    C = modules.width
-    found = {"wpe": [modules.take("wpe", _table("wpe"), None, C)], "ln_f": [modules.norm("ln_f", "")]}
+def _around(modules: _Modules, C: int) -> dict[str, list[Part]]:
+    found = {"wpe": [modules.take("wpe", _table("wpe"), None, C)], "ln_f": [modules.take("ln_f", "", C)]}
     if len(modules.left) > 1:
         found["lm_head"] = [modules.take("lm_head", _table("lm_head"), None, C)]
     return {**found, "wte": [modules.take("wte", _table("wte", is_named=False), None, C)]}
 
 
 def _in_layer(modules: _Modules, C: int, is_in_order: bool) -> dict[str, list[Part]]:
-    """is_in_order: rows of one matrix are those of all queries, then keys, then values."""
     if modules.has(_EITHER_WAY):
         raise _UndecidedError("whether its layer norms come before or after its blocks")
-    if modules.has(_FUSED):
-        qkv = [modules.take("c_attn", _FUSED, None, C)]
-    elif modules.has(_QKV[0]):
-        rows = None if modules.has(r"\*.*\*") else C
-        qkv = [modules.take("c_attn", words, rows, C) for words in _QKV]
-    elif is_in_order:
-        qkv = [modules.take("c_attn", "", 3 * C, C)]
-    else:
+    words = [_FUSED] if modules.has(_FUSED) else _QKV if modules.has(_QKV[0]) else [""] * is_in_order
+    if not words:
         raise _UndecidedError(
             "c_attn: rows of one matrix may be interleaved by head, as query_key_value's are, or else in order, for "
             "linear-qkv"
         )
+    rows = 3 * C if words == [""] else None
     found = {
-        "attn.c_attn": qkv,
+        "attn.c_attn": [modules.take("c_attn", each, rows, C) for each in words],
         "attn.c_proj": [modules.take("attention's output", "", C, C)],
-        "ln_2": [modules.norm("ln_2", _SECOND)],
-        "ln_1": [modules.norm("ln_1", "")],
+        "ln_2": [modules.take("ln_2", _SECOND, C)],
+        "ln_1": [modules.take("ln_1", "", C)],
         "mlp.c_fc": [modules.take("c_fc", "", None, C)],
         "mlp.c_proj": [modules.take("the MLP's output", "", C, None)],
     }
     return {f"h.*.{ours}": parts for ours, parts in found.items()}
-
-
-def _entries(ours: str, parts: list[Part], is_in_out: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a module's weight and bias."""
-    for kind in ("weight", "bias"):
-        if names := [part[kind][0] for part in parts if kind in part]:
-            is_matrix = ours.startswith("h.") and len(parts[0][kind][1]) == 2
-            yield f"{ours}.{kind}", {"names": names, "transpose": is_in_out} if is_matrix else names
