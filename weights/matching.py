@@ -209,10 +209,7 @@ class _Found:
     ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         for parameter, rule in rules.items():
             parts = self._parts_of(rule)
-            try:
-                wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
-            except ValueError as error:
-                raise CheckpointError(f"{parameter} {error}.") from None
+            wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
             yield from ((name, part, wanted) for name in rule.sources for part in parts)
 
     def _unlike(self, name: str) -> list[int]:

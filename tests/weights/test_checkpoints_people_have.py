@@ -570,7 +570,7 @@ UNDECIDED = {
     ),
     "learned biases of scores": (
         lambda m: bare(m) | each_layer("rel_bias", np.full((T, T), 0.5)),
-        "rel_bias",
+        "rel",
     ),
     "learned biases by the name of a mask": (
         lambda m: bare(m) | each_layer("mask", np.full((T, T), 0.5)),
@@ -597,7 +597,7 @@ UNDECIDED = {
     "matrices of the other layout": (lambda m: in_out(bare(m)), "c_attn"),
     "three matrices of the other layout": (
         lambda m: without(divided(arrays_of(m)), "counts"),
-        "misshapen: layers.0.down.bias",
+        "misshapen: .*bias is",
     ),
     "no output of attention": (
         lambda m: {n: a for n, a in bare(m).items() if "out_proj" not in n},

@@ -265,21 +265,13 @@ class Model:
                     '{"names": ..., "transpose": true} for (in, out), or false.'
                 )
             is_in_out = names[0] in self.tensors and self.tensors[names[0]].shape == part[::-1]
-        return joined(axis, bool(is_in_out))
+        if not is_in_out:
+            return Transform(lambda shape, n: part, None, axis)
+        return Transform(lambda shape, n: part[::-1], np.transpose, axis)
 
 
 def _length(has: Callable[[int], bool]) -> int:
     return next(number for number in count() if not has(number))
-
-
-def joined(axis: int, is_in_out: bool) -> Transform:
-    """Return the transform of parts that are joined along an axis of (out, in)."""
-
-    def stored_shape(shape: Shape, n: int) -> Shape:
-        part = shared(shape, axis, n)
-        return part[::-1] if is_in_out else part
-
-    return Transform(stored_shape, np.transpose if is_in_out else None, axis)
 
 
 def _with_queries_by(factor: float, array: np.ndarray) -> np.ndarray:

@@ -95,13 +95,11 @@ class Transform:
 
 
 def shared(shape: Shape, axis: int | None, n: int) -> Shape:
-    """Return the shape of one of n parts along an axis. Raise ValueError if they would differ."""
+    """Return the shape of one of n parts along an axis. Raise CheckpointError if they would differ."""
     if axis is None:
         return shape
     if shape[axis] % n:
-        raise ValueError(
-            f"has {shape[axis]} rows along axis {axis}, of which {n} parts cannot have as many each"
-        )
+        raise CheckpointError(f"axis {axis} of a tensor {shape} cannot be in {n} parts of one size.")
     return *shape[:axis], shape[axis] // n, *shape[axis + 1 :]
 
 

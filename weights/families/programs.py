@@ -33,7 +33,6 @@ _ASKED = {
 }
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
-_BY_WIDTH = f"scores are divided by the root of the model's width, as config.json says ({BY_WIDTH})"
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
@@ -112,7 +111,6 @@ def described(
     activation: str | None,
     is_its: Callable[[Source], Any] = lambda source: True,
     is_tied: bool = False,
-    quirk: str = "",
     **fields: Any,
 ) -> Family:
     """Return the family of a description. activation: of the program, which its files do not say, or None."""
@@ -147,8 +145,10 @@ def described(
 
     def quirks(source: Source, config: ModelConfig) -> list[str]:
         told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
-        scale = _BY_WIDTH if _is_by_width(source) else quirk
-        return [told] * (activation is not None) + [scale] * bool(scale)
+        root = "model's width" if _is_by_width(source) else "size of a head"
+        scale = f"scores are divided by the root of the {root}: {BY_WIDTH} in config.json changes it"
+        has_scale = model(source).heads or _is_by_width(source)
+        return [told] * (activation is not None) + [scale] * bool(has_scale)
 
     def detect(source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
@@ -230,9 +230,4 @@ NANOGPT = _OF_GPT2("nanoGPT", activation="gelu", is_its=_arguments, is_tied=True
 BUILD_NANOGPT = _OF_GPT2("build-nanogpt", activation="gelu_new", is_its=_settings, is_tied=True)
 MINGPT = _OF_GPT2("minGPT", activation="gelu_new")
 LLMS_FROM_SCRATCH = _OF_THREE("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
-LECTURE = _OF_THREE(
-    "Karpathy's lecture",
-    _LECTURE,
-    "relu",
-    quirk=f"scores are divided by the root of a head's size, as in gpt.py; {BY_WIDTH} in config.json changes it",
-)
+LECTURE = _OF_THREE("Karpathy's lecture", _LECTURE, "relu")
