@@ -1,8 +1,6 @@
 """From the tensors in files to the parameters of a model: the families, and the match with a family's rules."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +11,7 @@ from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
 from .errors import CheckpointError, listed, of_any_layer
-from .families.family import Family, NamedTensor, Source, TensorRule, is_description, matches
+from .families.family import Family, NamedTensor, Source, TensorRule, matches
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor
@@ -126,29 +124,12 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
 
 
 def by_own_names(source: Source) -> Source:
-    """Return the source with TENSOR_NAMES as its description, or by the names that it gives to the file's.
-
-    Raise CheckpointError if they do not fit its tensors.
-    """
-    names = source.json(TENSOR_NAMES)
-    if not names:
+    """Return the source as TENSOR_NAMES has it. Raise CheckpointError if it does not fit the tensors."""
+    if not (names := source.json(TENSOR_NAMES)):
         return source
-    if is_description(names, source.container.tensors):
-        return replace(source, description=names)
-    tensors = {
-        one: names.get(one, one) for one in source.container.tensors if names.get(one, one) is not None
-    }
-    texts = [name for name in tensors.values() if isinstance(name, str)]
-    wrong = {
-        "names tensors that the files lack": [name for name in names if name not in source.container.tensors],
-        "gives no text for": [name for name, new in tensors.items() if not isinstance(new, str)],
-        "gives one name to several": [name for name, count in Counter(texts).items() if count > 1],
-    }
-    problems = [f"{what}: {listed(found)}" for what, found in wrong.items() if found]
-    if problems:
-        raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
-    renamed = {new: source.container.tensors[name] for name, new in tensors.items()}
-    return replace(source, container=replace(source.container, tensors=renamed))
+    from .families.described import by_user
+
+    return by_user(source, names)
 
 
 class _Found:

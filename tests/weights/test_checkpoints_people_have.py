@@ -125,6 +125,12 @@ KINDS = {
         None,
         "nanoGPT",
     ),
+    "nanoGPT without biases, which does not say so": (
+        lambda: Nano("none", bias=False, norm_bias=False, is_tied=True),
+        lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS},
+        None,
+        "nanoGPT",
+    ),
     "nanoGPT, resumed from GPT-2 with other flags": (
         lambda: Nano("none", is_tied=True),
         lambda m: beside(m, "model", model_args=NANO_ARGS, config=FLAGS),
@@ -339,6 +345,18 @@ def test_names_that_the_file_has_are_given_others(tmp_path):
     assert_computes(folder, model)
 
 
+@pytest.mark.parametrize("names", [{"counts.*": None, "more.*.x": None}, {"counts.a": None, "more.*": None}])
+def test_names_that_are_left_out_alone_leave_those_of_a_known_program(tmp_path, names):
+    model = made(Nano())
+    more = {"counts.a": np.ones(3, "f4"), "more.0.x": np.ones((2, 2), "f4")}
+    folder = write_named(tmp_path, {**arrays_of(model), **more}, names, {"n_head": H})
+    assert assert_computes(folder, model).family == "minGPT"
+    write_json(folder / "tensor_names.json", {**names, "lm_head": None})
+    assert_refused(folder, "names tensors that the files lack: lm_head")
+    write_json(folder / "tensor_names.json", {f"x{i}.*": None for i in range(101)})
+    assert_refused(folder, "of 101 patterns to leave out")
+
+
 def test_names_are_for_gpt_2_alone(tmp_path):
     folder = write_named(tmp_path, arrays_of(made(OfTorch())), OF_TORCH, RELU | {"model_type": "bloom"})
     assert_refused(folder, "by GPT-2's parameters and the model_type 'bloom'")
@@ -393,6 +411,10 @@ def no_biases(model, module):
     }
 
 
+def bare_norms(model):
+    return {name: one for name, one in model.state_dict().items() if not re.search("ln_.*bias", name)}
+
+
 def head_apart(model, name):
     return {"model": without(model.state_dict(), "lm_head.weight"), "h": {name: model.lm_head.weight}}
 
@@ -413,6 +435,7 @@ DAMAGED = [
     (lambda m: no_biases(m, "mlp.c_fc"), r"missing: .*mlp\.c_fc\.bias"),
     (lambda m: no_biases(m, "ln_1"), r"missing: .*ln_1\.bias"),
     (lambda m: no_biases(m, "ln_f"), r"missing: ln_f\.bias"),
+    (lambda m: {"model": bare_norms(m), "model_args": NANO_ARGS}, "has layer norms without biases"),
     (lambda m: head_apart(m, "lm_head.weight"), "unexpected: h.lm_head"),
     (lambda m: head_apart(m, "weight"), "unexpected: h.weight"),
 ]  # fmt: skip

@@ -23,12 +23,12 @@ from ..tensor import LazyTensor, Tensor
 from .family import (
     MODULES,
     NO_BIAS,
-    OURS,
     NamedTensor,
     Shape,
     Source,
     TensorRule,
     Transform,
+    matches,
     shared,
     split_name,
 )
@@ -38,6 +38,11 @@ MAX_LEFT_OUT = 100  # patterns, each of which is compared with all names
 MAX_NAME = 1000  # characters
 # Characters of all names that a description gives, next to the file's own: biases may be absent, layers given twice.
 MAX_LENGTHS = 4
+_IN_LAYER = "|".join(map(re.escape, MODULES))
+# A parameter or a module.
+_OURS = re.compile(
+    rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?"
+)
 _NORM = "norm"
 LEAST_GAIN = 1e-3  # of a layer norm, relative to its largest
 
@@ -98,7 +103,7 @@ class Description:
     @classmethod
     def of(cls, names: Mapping[str, Any], **fields: Any) -> "Description":
         """Raise ValueError for a value that is none."""
-        left_out = [key for key in names if not OURS.fullmatch(key)]
+        left_out = [key for key in names if not _OURS.fullmatch(key)]
         if len(left_out) > MAX_LEFT_OUT:
             raise ValueError(f"{len(left_out)} patterns to leave out")
         if strange := [key for key in left_out if names[key] is not None]:
@@ -222,7 +227,9 @@ class Model:
         shapes = parameter_shapes(config)
         biases = {name for name in shapes if name.endswith(".bias")}
         with_bias = {kind(name) for name in biases if has_biases or self.has_any(name)}
-        if _NORM not in with_bias and has_biases is not False:
+        # nanoGPT's norms and matrices have biases, or none has.
+        is_nanogpts = not self.description.unlike and "model_args" in self.source.container.metadata
+        if _NORM not in with_bias and has_biases is None and (with_bias or not is_nanogpts):
             raise self.source.error(
                 "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
                 f"write {self.source.folder / 'config.json'} with bias, false."
@@ -268,6 +275,31 @@ class Model:
         if not is_in_out:
             return Transform(lambda shape, n: part, None, axis)
         return Transform(lambda shape, n: part[::-1], np.transpose, axis)
+
+
+def by_user(source: Source, names: Mapping[str, Any]) -> Source:
+    """Return the source with a description, or by the names, if all are its own, that are given to its tensors."""
+    tensors = source.container.tensors
+    given = {name: value for name, value in names.items() if value is not None}
+    is_rename = all(isinstance(value, str) and name in tensors for name, value in given.items())
+    if not is_rename and any(map(_OURS.fullmatch, given)):
+        return replace(source, description=names)
+    patterns = {name: _pattern(name) for name in names if name not in given}
+    if len(patterns) > MAX_LEFT_OUT:
+        raise source.error(f"has a {TENSOR_NAMES} of {len(patterns)} patterns to leave out.")
+    left_out = {one: name for name in patterns for one in tensors if matches(one, (patterns[name],))}
+    renamed = {name: given.get(name, name) for name in tensors if name not in left_out}
+    times = Counter(map(str, renamed.values()))
+    wrong = {
+        "names tensors that the files lack": names.keys() - tensors.keys() - {*left_out.values()},
+        "gives no text for": [name for name, value in given.items() if not isinstance(value, str)],
+        "gives one name to several": [name for name in times if times[name] > 1],
+    }
+    problems = [f"{what}: {listed(sorted(found))}" for what, found in wrong.items() if found]
+    if problems:
+        raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
+    container = replace(source.container, tensors={new: tensors[name] for name, new in renamed.items()})
+    return replace(source, container=container)
 
 
 def _length(has: Callable[[int], bool]) -> int:

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,6 @@ class Source:
     path: Path
     container: Container
     description: Mapping[str, Any] | None = None
-    models: dict[str, Any] = field(default_factory=dict, init=False)  # by program, which each describes once
 
     @property
     def folder(self) -> Path:
@@ -157,11 +156,6 @@ def rule_in_out(parameter: str, name: str) -> TensorRule:
 
 
 MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
-_IN_LAYER = "|".join(map(re.escape, MODULES))
-# A parameter or a module, as a description has it.
-OURS = re.compile(
-    rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?"
-)
 _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 
@@ -169,12 +163,6 @@ def split_name(parameter: str) -> tuple[str | None, str, str]:
     """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
     found = _PARAMETER.fullmatch(parameter)
     return found.groups() if found else (None, *parameter.rsplit(".", 1))
-
-
-def is_description(names: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Return whether keys are parameters of GPT-2, and not a file's names, all of which are given others."""
-    is_rename = all(isinstance(value, str | None) and name in tensors for name, value in names.items())
-    return not is_rename and any(OURS.fullmatch(name) for name, value in names.items() if value is not None)
 
 
 @dataclass(frozen=True)

@@ -115,26 +115,22 @@ def described(
 ) -> Family:
     """Return the family of a description. activation: of the program, which its files do not say, or None."""
     description = Description.of(names, **fields)
-
-    def model(source: Source) -> Model:
-        if name not in source.models:
-            source.models[name] = Model(description, source)
-        return source.models[name]
+    model = partial(Model, description)
 
     def config(source: Source) -> ModelConfig:
         beside = source.config_json or {}
         seen = model(source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
         if activation is None:
             _ask(source, beside, has_heads="n_head" in seen)
-        if source.model_type == "gpt2" and activation is None:
-            config = model_config(beside, source.json("generation_config.json"))
-            if (heads := seen.get("n_head", config.n_head)) != config.n_head:
-                raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
-            return config
+            if source.model_type == "gpt2":
+                config = model_config(beside, source.json("generation_config.json"))
+                if (heads := seen.get("n_head", config.n_head)) != config.n_head:
+                    told = f"has {heads} heads, and config.json {config.n_head}: correct that one."
+                    raise source.error(told)
+                return config
         sizes = fields_of(beside.get("model"))  # minGPT's
-        guessed = {"n_head": sizes.get("n_head") or _MINGPT_HEADS.get(str(sizes.get("model_type")))}
-        if activation is not None:
-            guessed["activation_function"] = activation
+        heads = sizes.get("n_head") or _MINGPT_HEADS.get(str(sizes.get("model_type")))
+        guessed = {"n_head": heads, "activation_function": activation}
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
         said |= renamed(seen, {"n_head": "n_head"})  # by a matrix of each
         return config_of_parts(source, "the checkpoint", guessed, seen, said)
@@ -152,11 +148,14 @@ def described(
 
     def detect(source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
-        names, tensors = model(source).names("h.0.attn.c_attn.weight"), model(source).tensors
-        shape = tensors[names[0]].shape if tensors.keys() >= {*names} and names else ()
-        if len(names) > 1 and not all(map(model(source).has_any, (EMBEDDING, "h.0.mlp.c_fc.weight"))):
-            return False  # only names tell
-        return len(shape) == 2 and (len(names) > 1 or shape[0] == 3 * shape[1])
+        its = model(source)
+        names = its.names("h.0.attn.c_attn.weight")
+        if not names or not its.tensors.keys() >= {*names}:
+            return False
+        if len(names) > 1:  # only names tell
+            return its.has_any(EMBEDDING) and its.has_any("h.0.mlp.c_fc.weight")
+        shape = its.tensors[names[0]].shape
+        return len(shape) == 2 and shape[0] == 3 * shape[1]
 
     return Family(
         name=name,
