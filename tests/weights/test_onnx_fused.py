@@ -7,7 +7,15 @@ from onnx import TensorProto, helper
 
 from support import onnx_writer as w
 from support.recorded import MISSING
-from support.tiny_checkpoint import CONFIG, LAYERS, V, assert_holds, assert_refused, random_tensors
+from support.tiny_checkpoint import (
+    CONFIG,
+    LAYERS,
+    V,
+    assert_holds,
+    assert_refused,
+    random_tensors,
+    write_json,
+)
 from tinygpt.kernels import reference
 from tinygpt.kernels.backend import Batch
 from tinygpt.weights.config import HEAD
@@ -136,7 +144,24 @@ def instead(kind, of):
     return nodes
 
 
+def first_of(kind, **fields):
+    """Let the first operation of a kind have other inputs, outputs or domain."""
+    nodes = fused_nodes()
+    node = next(node for node in nodes if node.op_type == kind)
+    for name, value in fields.items():
+        if name == "domain":
+            node.domain = value
+        else:
+            del getattr(node, name)[:]
+    return nodes
+
+
 OTHERS = [
+    {"nodes": [w.node("Cast", [], ["n"]), *fused_nodes()]},
+    {"nodes": first_of("EmbedLayerNormalization", output=None)},
+    {"nodes": first_of("SkipLayerNormalization", output=None)},
+    {"nodes": first_of("FastGelu", input=None)},
+    {"nodes": first_of("FastGelu", domain="own.domain")},
     *({"nodes": with_more(of, "Mul", of)} for of in ("x0", "a1", "p0", "n2", "q0", "x1")),
     {"nodes": with_more("n2", "Tanh")},
     {"nodes": with_more("a0", "FastGelu")},
@@ -154,3 +179,9 @@ OTHERS = [
 @pytest.mark.parametrize("about", OTHERS, ids=range(len(OTHERS)))
 def test_a_graph_of_another_arithmetic_is_not_taken_for_one(tmp_path, about):
     assert_refused(write_fused(tmp_path, plain_tensors(), **about), "missing: ")
+
+
+def test_a_tensor_that_is_left_out_by_name_is_missed(tmp_path):
+    path = write_fused(tmp_path, plain_tensors())
+    write_json(tmp_path / "tensor_names.json", {"wpe.*": None})
+    assert_refused(path, "holds no tensor wpe.weight")

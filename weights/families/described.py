@@ -287,15 +287,17 @@ def by_user(source: Source, names: Mapping[str, Any]) -> Source:
     patterns = {name: _pattern(name) for name in names if name not in given}
     if len(patterns) > MAX_LEFT_OUT:
         raise source.error(f"has a {TENSOR_NAMES} of {len(patterns)} patterns to leave out.")
-    left_out = {one: name for name in patterns for one in tensors if matches(one, (patterns[name],))}
-    renamed = {name: given.get(name, name) for name in tensors if name not in left_out}
+    renamed = {name: given.get(name, name) for name in tensors if not matches(name, patterns.values())}
     times = Counter(map(str, renamed.values()))
     wrong = {
-        "names tensors that the files lack": names.keys() - tensors.keys() - {*left_out.values()},
+        "names tensors that the files lack": [
+            *(name for name in given if name not in tensors),
+            *(name for name in patterns if not any(matches(one, (patterns[name],)) for one in tensors)),
+        ],
         "gives no text for": [name for name, value in given.items() if not isinstance(value, str)],
         "gives one name to several": [name for name in times if times[name] > 1],
     }
-    problems = [f"{what}: {listed(sorted(found))}" for what, found in wrong.items() if found]
+    problems = [f"{what}: {listed(found)}" for what, found in wrong.items() if found]
     if problems:
         raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
     container = replace(source.container, tensors={new: tensors[name] for name, new in renamed.items()})

@@ -57,7 +57,8 @@ def _named(source: Source) -> Iterable[NamedTensor]:
             is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
             yield NamedTensor(_UNUSED + name if is_constant else name, name, tensor)
     for name, kept in roles_of(source.container.graph).items():
-        if name not in seen:  # one of equal tensors, which has another's name
+        # One of equal tensors, which has another's name, unless it is left out.
+        if name not in seen and kept in source.container.tensors:
             yield NamedTensor(name, kept, source.container.tensors[kept])
 
 

@@ -4,6 +4,8 @@ Its optimizer keeps one of equal tensors, such as zero biases, so that names are
 known: a scale, another mask or another order would make another model.
 """
 
+from dataclasses import replace
+
 from ..config import EMBEDDING, POSITIONS
 from ..containers.onnx import Graph, Node
 
@@ -22,20 +24,26 @@ _LAYER = (
 
 def roles_of(graph: Graph) -> dict[str, str]:
     """Return names of tensors by parameter, without the head; none of another graph than a fused GPT-2's."""
-    given = {name: name for name in graph.inputs}
+    given = {*graph.inputs}
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.kind == "Cast" and node.inputs[0] in given:
-            given[node.outputs[0]] = node.inputs[0]
+        inputs, outputs = (*node.inputs, *[""] * 9), (*node.outputs, *[""] * 4)
+        if node.kind == "Cast" and inputs[0] in given:
+            given.add(outputs[0])
         else:
-            nodes.append(node)
-    if not nodes or nodes[0].kind != _TABLES or len(nodes) % len(_LAYER) != 2:
+            nodes.append(replace(node, inputs=inputs, outputs=outputs))
+    if (
+        not nodes
+        or nodes[0].kind != _TABLES
+        or len(nodes) % len(_LAYER) != 2
+        or not all(map(_is_plain, nodes))
+    ):
         return {}
-    ids, segments, *tables, segment_table, weight, bias, _, positions = [*nodes[0].inputs, *[""] * 9][:9]
-    if segments or segment_table or not {ids, positions} <= given.keys():
+    ids, segments, *tables, segment_table, weight, bias, _, positions = nodes[0].inputs[:9]
+    if segments or segment_table or not {ids, positions} <= given:
         return {}
     roles = {EMBEDDING: tables[0], POSITIONS: tables[1], "h.0.ln_1.weight": weight, "h.0.ln_1.bias": bias}
-    last, stream = nodes[0].outputs[0], "".join(nodes[0].outputs[2:])
+    last, stream = nodes[0].outputs[0], nodes[0].outputs[2]
     for i, node in enumerate(nodes[1:-1]):
         layer, place = divmod(i, len(_LAYER))
         kind, names = _LAYER[place]
@@ -43,12 +51,12 @@ def roles_of(graph: Graph) -> dict[str, str]:
         count = len(taken) + len(names)
         # A mask, and cached keys and values.
         more = node.inputs[count + 2 * (kind == "Attention") :]
-        if node.kind != kind or node.inputs[: len(taken)] != taken or any(more) or not _is_plain(node):
+        if node.kind != kind or node.inputs[: len(taken)] != taken or any(more):
             return {}
         ours = (name.format(layer, layer + 1) for name in names)
-        roles |= dict(zip(ours, (*node.inputs, "", "", "")[len(taken) : count], strict=True))
+        roles |= dict(zip(ours, node.inputs[len(taken) : count], strict=True))
         last = node.outputs[0]
-        stream = "".join(node.outputs[3:]) if kind == _SUM else stream
+        stream = node.outputs[3] if kind == _SUM else stream
     L = len(nodes) // len(_LAYER)
     roles |= {f"ln_f.{kind}": roles.pop(f"h.{L}.ln_1.{kind}", "") for kind in ("weight", "bias")}
     head = nodes[-1]
@@ -59,4 +67,4 @@ def roles_of(graph: Graph) -> dict[str, str]:
 def _is_plain(node: Node) -> bool:
     about = node.attributes
     is_causal = node.kind != "Attention" or about.get("unidirectional") == 1
-    return is_causal and not about.get("do_rotary") and not about.get("scale")
+    return is_causal and not (node.is_foreign or about.get("do_rotary") or about.get("scale"))
