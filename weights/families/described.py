@@ -28,6 +28,7 @@ from .family import (
     Source,
     TensorRule,
     Transform,
+    as_is,
     matches,
     shared,
     split_name,
@@ -157,7 +158,7 @@ class Model:
     def n_layer(self) -> int:
         """Raise CheckpointError for entries of other layers, and for a list of names out of proportion to the file."""
         # A gap shows in names that are missing, or unexpected.
-        L = _length(lambda layer: any(self._begins(f"h.{layer}.{name}.weight") for name in MODULES))
+        L = _length(self._begins)
         entries = self.description.entries
         layers = {key: found[1] for key in entries if (found := _LAYER.fullmatch(key))}
         if beyond := [key for key, layer in layers.items() if int(layer) >= L]:
@@ -173,8 +174,9 @@ class Model:
             raise self.source.error(f"is described by more names than it has: {lengths} characters.")
         return L
 
-    def _begins(self, parameter: str) -> bool:
-        return next(self.description.names(parameter), "").replace("*", "0") in self.tensors
+    def _begins(self, layer: int) -> bool:
+        names = (next(self.description.names(f"h.{layer}.{module}.weight"), "") for module in MODULES)
+        return any(name.replace("*", "0") in self.tensors for name in names)
 
     def names(self, parameter: str) -> tuple[str, ...]:
         """Return the names of a parameter, of all heads."""
@@ -272,9 +274,8 @@ class Model:
                     '{"names": ..., "transpose": true} for (in, out), or false.'
                 )
             is_in_out = names[0] in self.tensors and self.tensors[names[0]].shape == part[::-1]
-        if not is_in_out:
-            return Transform(lambda shape, n: part, None, axis)
-        return Transform(lambda shape, n: part[::-1], np.transpose, axis)
+        turned = Transform(lambda shape, n: part[::-1], np.transpose, axis)
+        return turned if is_in_out else as_is(axis)
 
 
 def by_user(source: Source, names: Mapping[str, Any]) -> Source:

@@ -60,11 +60,6 @@ def canonical_name(name: str) -> str:
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
-def is_gpt2(fields: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is GPT-2's: the first ones have no model_type."""
-    return fields.get("model_type", "gpt2") == "gpt2"
-
-
 def named_in(tables: tuple[str, ...], source: Source, has_wrappers: bool = True) -> Iterable[NamedTensor]:
     """Yield all tensors, by their names in the state dict that holds the first of tables, under any key and attribute.
 
@@ -127,7 +122,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 def _is_gpt2s(source: Source) -> bool:
     """Decide by config.json, and by names if it has no model_type, as one of few fields may."""
     if source.config_json is None or source.model_type is not None:
-        return source.config_json is not None and is_gpt2(source.config_json)
+        return source.model_type == "gpt2"
     return any(canonical_name(name).endswith((EMBEDDING, HEAD)) for name in source.container.tensors)
 
 
