@@ -23,7 +23,7 @@ from .family import (
     shared,
     split_name,
 )
-from .megatron import ATTENTION, MLP
+from .megatron import ATTENTION, EXPERT, MLP
 from .transformers import BLOOM_LAYOUT
 
 _NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}
@@ -34,7 +34,6 @@ _GPU = re.compile(r"(.+)\.(\d{1,4})")
 # A file has all experts of a layer, one after another.
 _EXPERTS = ".mlp.moe.experts."
 _GATE = "model.layers.{}.mlp.moe.gate.wg.weight"
-_EXPERT = re.compile(r"experts\.\d+\.")
 _SIZES = {
     "decoder_layers": "n_layer",
     "num_layer": "n_layer",
@@ -200,7 +199,7 @@ def _rule(parameter: str, shape: tuple[int, ...], n: int) -> TensorRule:
     layer, module, _ = split_name(parameter)
     if module == "mlp.gate":
         return TensorRule((_GATE.format(layer),), _flat(parameter, shape, 1))
-    expert = "".join(_EXPERT.findall(module))
+    expert = "".join(EXPERT.findall(module))
     plain = parameter.replace(expert, "")
     return TensorRule((_name(plain).replace(".mlp.", f".mlp.{expert}"),), _flat(plain, shape, n))
 

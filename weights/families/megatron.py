@@ -29,12 +29,11 @@ from .family import (
     qkv_by_heads,
     split_name,
 )
-from .gpt2 import byte_level_tokenizer
+from .gpt2 import BESIDE, byte_level_tokenizer
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
 _LAYER = re.compile(rf"{_LAYERS}layers\.(\d{{1,6}})\.(.+)")
-BESIDE = "beside the model: "
 # Megatron core's names, and the older names of the same modules.
 _CORE = {
     "linear_qkv.layer_norm_": "input_layernorm.",
@@ -236,7 +235,7 @@ _AXES = {
 _QKV_BIAS = "attn.c_attn.bias"
 _LINEAR_BIASES = ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
 _GATE = "mlp.deepspeed_moe.gate.wg.weight"
-_EXPERT = re.compile(r"experts\.\d+\.")
+EXPERT = re.compile(r"experts\.\d+\.")
 
 
 def _config(source: Source) -> ModelConfig:
@@ -258,8 +257,7 @@ def _rule(parameter: str, version: int, head_size: int) -> TensorRule:
     layer, module, kind = split_name(parameter)
     if module == "mlp.gate":
         return TensorRule((f"layers.{layer}.{_GATE}",))
-    found = _EXPERT.search(module)
-    expert = found[0] if found else ""
+    expert = "".join(EXPERT.findall(module))
     module = module.replace(expert, "")
     if expert and (module, kind) == ("mlp.c_proj", "bias"):
         return NO_BIAS
