@@ -13,13 +13,13 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 314_800,
-    "tokens for 100 lines": 962,
-    "modules": 201,
+    "tokens": 321_800,
+    "tokens for 100 lines": 963,
+    "modules": 204,
     "modules under 60 lines": 1,
-    "tokens of tests": 326_300,
+    "tokens of tests": 337_000,
     "tokens for 100 lines of tests": 1_081,
-    "lines of READMEs": 1_308,
+    "lines of READMEs": 1_324,
     "words of prose for 100 lines of code": 138,
     "modules that `generate` imports": 90,
     "kB of object code": 1_050,
