@@ -58,7 +58,10 @@ class Device:
         self.shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
     def free_bytes(self) -> int:
-        return self._cuda.current_context().get_memory_info().free
+        context = self._cuda.current_context()
+        with self._lock:
+            context.memory_manager.deallocations.clear()  # Numba frees arrays in tens
+        return context.get_memory_info().free
 
     def array(self, values: np.ndarray) -> Any:
         """Return a flat copy of at least one element: an empty array has no pointer."""

@@ -4,7 +4,8 @@ A uint32 holds two numbers of 16 bits, the first in the low half. `index` counts
 
 Two modules use what numba-cuda does not promise: this one the dispatcher's `_cache`, `_Kernel._rebuild` and
 `_reduce_states`, `serialize`, `intrinsic`, llvmlite's builder, `cgutils` and `ConfigStack`; device.py
-`cudadrv.libs` and `nvvm`, `compile`, `_codelibrary.get_cufunc`, `device_ctypes_pointer`, `device_memset` and `config`.
+`cudadrv.libs` and `nvvm`, `compile`, `_codelibrary.get_cufunc`, `device_ctypes_pointer`, `device_memset`,
+`deallocations` and `config`.
 """
 
 import functools
