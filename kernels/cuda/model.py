@@ -8,6 +8,7 @@ Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import cuda, int32
@@ -17,7 +18,16 @@ from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
-from .layers.epilogue import ADD, LOGITS, PLAIN, QKV, Heads
+from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, Heads
+from .layers.experts import (
+    ADD_THREADS,
+    CHOOSE_WARPS,
+    SORT_THREADS,
+    add_experts,
+    choose_kernel,
+    max_tiles,
+    sort_pairs,
+)
 from .layers.gemm import gemm_kernel, pick_tile
 from .layers.linear import (
     FUSED_TOKENS,
@@ -32,7 +42,7 @@ from .layers.linear import (
     steps_ahead,
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
-from .params import DTYPES, STEP, NormWeights, Params, Weights, padded_columns
+from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, padded_columns
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     NUM_LOGITS,
@@ -62,6 +72,16 @@ class Step:
     workspace: Workspace
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a layer."""
+
+    indices: Any  # of the stream's rows
+    most: int
+    sizes: Any
+    kind: int  # the index of their true number in `sizes`
+
+
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
     step = Step(StepShape.of(batch, workspace.max_shape), kv_cache, workspace)
@@ -85,8 +105,10 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: b
         look("q", layer)
         norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
-        mlp_block(params, layer, x, step)
-        norm_after(params, "ln_2", layer, x, step)
+        place = params.mlp_order.index(layer)
+        mlp = expert_block if layer in params.config.expert_layers else mlp_block
+        mlp(params, place, x, step)
+        norm_after(params, "ln_2", place, x, step)
         look("resid_post", layer)
     head(params, x, step, greedy)
 
@@ -124,18 +146,56 @@ def attention_block(params: Params, layer: int, x, step: Step) -> None:
     add_projection(params, "attn_proj", layer, x, attended, step)
 
 
-def mlp_block(params: Params, layer: int, x, step: Step) -> None:
+def mlp_block(params: Params, place: int, x, step: Step) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner = step.workspace.inner
-    normed_linear(params, "ln_2", "c_fc", layer, inner, x, step, params.config.activation)  # (N, F)
-    add_projection(params, "mlp_proj", layer, x, inner, step)
+    normed_linear(params, "ln_2", "c_fc", place, inner, x, step, params.config.activation)  # (N, F)
+    add_projection(params, "mlp_proj", place, x, inner, step)
+
+
+def expert_block(params: Params, place: int, x, step: Step) -> None:
+    """x (N, C) += each token's experts, by their shares."""
+    w = step.workspace
+    m = w.mixture
+    config = params.config
+    norm = params.norms.get("ln_2")
+    width = padded_columns(config.n_embd)
+    sizes = config.num_experts, config.experts_per_token
+    tokens = step.shape.tokens
+    pairs = tokens * config.experts_per_token
+    tile_octets = min(rounded_up(-(-pairs // (config.num_experts * ROWS))), max_octets(params.dtype))
+    num_tiles = max_tiles(pairs, config.num_experts, tile_octets * ROWS)
+    place_of_gate = place - config.n_layer + len(config.expert_layers)
+    first = place + place_of_gate * (config.num_experts - 1)
+
+    def linear_of_experts(name: str, target, inputs, epilogue: str) -> None:
+        weights = params.linears[name]
+        ahead = steps_ahead(params.dtype, tile_octets, weights.num_steps)
+        function = linear_kernel(params.dtype, tile_octets, epilogue, ahead, has_tiles=True)
+        arguments = target, inputs, weights, first, width_of(weights, epilogue), m.tiles, 0
+        w.device.launch(function, (weights.num_panels, num_tiles), LINEAR_THREADS, *arguments)
+
+    normalize_rows(params, norm, place, m.outputs, width, "float32", x, step, token_rows(step))
+    linear(params, GATE, place_of_gate, m.scores, m.outputs, step, LOGITS)  # (N, E)
+    choice = m.chosen, m.shares, m.scores, *sizes, w.inputs.sizes
+    function = choose_kernel(config.norm_topk_prob)
+    w.device.launch(function, -(-tokens // CHOOSE_WARPS), CHOOSE_WARPS * WARP, *choice)
+    sorted_pairs = m.counts, m.order, m.places, m.tiles
+    tiling = tile_octets * ROWS, num_tiles
+    w.device.launch(sort_pairs, 1, SORT_THREADS, m.chosen, *sorted_pairs, *sizes, *tiling, w.inputs.sizes)
+    rows = Rows(m.order, pairs, m.counts, config.num_experts)
+    normalize_rows(params, norm, place, w.normed, width, params.dtype, x, step, rows)  # (P, C)
+    linear_of_experts("c_fc", w.inner, w.normed, config.activation)  # (P, F)
+    linear_of_experts("mlp_proj", m.outputs, w.inner, FLOATS)  # (P, C)
+    parts = m.shares, m.places, config.experts_per_token, config.n_embd
+    w.device.launch(add_experts, tokens, ADD_THREADS, x, m.outputs, width, *parts, w.inputs.sizes)
 
 
 def head(params: Params, x, step: Step, greedy: bool) -> None:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row."""
     w = step.workspace
     if step.shape.logits:
-        layer_norm(params, "ln_f", ONE_LAYER, x, step, w.inputs.logit_rows)
+        layer_norm(params, "ln_f", ONE_LAYER, x, step, logit_rows(step))
         inputs = w.normed
         if params.config.embed_dim is not None:
             linear(params, "project_out", ONE_LAYER, w.narrow, inputs, step, PLAIN)  # (R, E)
@@ -155,7 +215,7 @@ def normed_linear(
     is_short = step.shape.tokens <= FUSED_TOKENS and norm in params.norms
     fits = fused_block_bytes(columns) <= w.device.shared_bytes and columns % STEP == 0
     if not (DTYPES[params.dtype].numbers.has_mma and is_short and fits):
-        layer_norm(params, norm, layer, x, step, w.every)
+        layer_norm(params, norm, layer, x, step, token_rows(step))
         linear(params, name, layer, target, w.normed, step, epilogue)
         return
     weights = params.linears[name]
@@ -166,7 +226,7 @@ def normed_linear(
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 
-def layer_norm(params: Params, norm: str, layer: int, x, step: Step, rows) -> None:
+def layer_norm(params: Params, norm: str, layer: int, x, step: Step, rows: Rows) -> None:
     """normed (N, C) = x, or (R, C) = x[logit_rows]: normalized, unless norms follow the blocks."""
     weights = params.norms.get(norm)
     width = padded_columns(params.config.n_embd)
@@ -177,28 +237,36 @@ def norm_after(params: Params, norm: str, layer: int, x, step: Step) -> None:
     """Normalize the stream x (N, C) in its place, if the model does so here."""
     if (weights := params.norms_after.get(norm)) is not None:
         width = params.config.n_embd
-        normalize_rows(params, weights, layer, x, width, "float32", x, step, step.workspace.every)
+        normalize_rows(params, weights, layer, x, width, "float32", x, step, token_rows(step))
 
 
 def normalize_rows(
-    params: Params, weights: NormWeights | None, layer: int, out, width: int, dtype: str, x, step: Step, rows
+    params: Params,
+    weights: NormWeights | None,
+    layer: int,
+    out,
+    width: int,
+    dtype: str,
+    x,
+    step: Step,
+    rows: Rows,
 ) -> None:
     w = step.workspace
     nothing = params.slopes
-    count, row_kind = rows_of(rows is w.inputs.logit_rows, step.shape)
     function = layer_norm_kernel(DTYPES[dtype].numbers.name, params.config.n_embd, weights is not None)
-    sizes = width, float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
-    arguments = out, x, rows, *(weights or (nothing, nothing)), layer, *sizes
-    w.device.launch(function, -(-count // NORM_WARPS), NORM_WARPS * WARP, *arguments)
+    sizes = width, float(params.config.layer_norm_epsilon), rows.sizes, rows.kind
+    arguments = out, x, rows.indices, *(weights or (nothing, nothing)), layer, *sizes
+    w.device.launch(function, -(-rows.most // NORM_WARPS), NORM_WARPS * WARP, *arguments)
 
 
 def linear(params: Params, name: str, layer: int, target, inputs, step: Step, epilogue: str) -> None:
     """Queue a linear layer, of many tokens by `gemm_kernel`."""
     w = step.workspace
     weights = params.linears[name]
-    dtype = params.dtype
-    count, row_kind = rows_of(name in HEAD, step.shape)
-    arguments = target, inputs, weights, layer, width_of(weights, epilogue), w.inputs.sizes, row_kind
+    dtype = dtype_of(name, params.dtype)
+    rows = logit_rows(step) if name in HEAD else token_rows(step)
+    count = rows.most
+    arguments = target, inputs, weights, layer, width_of(weights, epilogue), rows.sizes, rows.kind
     if count > FEW_TOKENS and w.device.capability >= AMPERE:
         tile = pick_tile(count, weights.features, dtype, w.device)
         function = gemm_kernel(dtype, tile, epilogue)
@@ -246,9 +314,14 @@ def heads_of(step: Step) -> Heads:
     return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
 
 
-def rows_of(is_head: bool, shape: StepShape) -> tuple[int, int]:
-    """Return the most rows of a layer, and the index of the true number in `sizes`."""
-    return (shape.logits, NUM_LOGITS) if is_head else (shape.tokens, NUM_TOKENS)
+def token_rows(step: Step) -> Rows:
+    w = step.workspace
+    return Rows(w.every, step.shape.tokens, w.inputs.sizes, NUM_TOKENS)
+
+
+def logit_rows(step: Step) -> Rows:
+    i = step.workspace.inputs
+    return Rows(i.logit_rows, step.shape.logits, i.sizes, NUM_LOGITS)
 
 
 def width_of(weights: Weights, epilogue: str) -> int:

@@ -23,6 +23,7 @@ STEP_SIZE = OUT_TILE * STEP  # numbers
 # Every kernel sums K in 8 runs of whole steps, each in order, then the runs in order.
 SEGMENTS = 8
 LOAD_BYTES = 16  # of a lane
+GATE = "gate"  # the linear layer, in float32, whose outputs choose experts
 
 
 @device_function
@@ -189,6 +190,7 @@ class Params:
     wpe: Any  # (n_positions, C) float32; with ALiBi one 0
     slopes: Any  # (H,) float32, of ALiBi; else wpe, for no kernel reads it
     linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if the head is tied
+    mlp_order: list[int]  # layers without experts, then those with experts: the order of ln_2 and of MLPs
     norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
     norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
     final_norm: NormWeights | None  # ln_f on the host
@@ -197,25 +199,29 @@ class Params:
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
     device = devices.the_device()
     config = checkpoint.config
-    layers = range(config.n_layer)
 
-    def weights(name: str, count: int, n: int, k: int) -> Weights:
-        names = [f"{name}.weight"]
-        bias = np.zeros((1, n), np.float32)
-        if name in LINEARS:
-            names = [f"h.{i}.{LINEARS[name]}.weight" for i in layers]
-            bias = stacked(checkpoint, [f"h.{i}.{LINEARS[name]}.bias" for i in layers])
+    def weights(name: str, modules: list[str], n: int, k: int) -> Weights:
+        count = len(modules)
+        has_bias = name in LINEARS
+        bias = (
+            stacked(checkpoint, [f"{module}.bias" for module in modules])
+            if has_bias
+            else np.zeros((count, n))
+        )
+        kind = dtype_of(name, dtype)
         rows = panel_count(n) * OUT_TILE
-        panels = device.zeros((count, rows, padded_columns(k)), DTYPES[dtype].array_type)
+        panels = device.zeros((count, rows, padded_columns(k)), DTYPES[kind].array_type)
         scales = np.empty((count, rows), np.float32)
         size = panels.size // count
-        for i, each in enumerate(names):  # one matrix at a time is in memory twice
+        for i, module in enumerate(modules):  # one matrix at a time is in memory twice
+            each = f"{module}.weight"
             weight = checkpoint.tensor(each)
-            check_range(each, weight, dtype, DTYPES[dtype].numbers.largest)
-            packed, scales[i] = pack(weight, dtype)
+            check_range(each, weight, kind, DTYPES[kind].numbers.largest)
+            packed, scales[i] = pack(weight, kind)
             device.write(panels, packed, i * size)
             checkpoint.release(each)
-        return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
+        bias = device.array(bias.astype(np.float32))
+        return Weights(panels, device.array(scales), bias, panel_count(n), step_count(k), n)
 
     def norm(names: list[str]) -> NormWeights:
         return NormWeights(*(stacked(checkpoint, [f"{name}.{kind}" for name in names]) for kind in KINDS))
@@ -223,7 +229,8 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
     def on_device(norms: dict[str, NormWeights]) -> dict[str, NormWeights]:
         return {name: NormWeights(*map(device.array, kinds)) for name, kinds in norms.items()}
 
-    of_layers = {name: norm([f"h.{i}.{name}" for i in layers]) for name in NORMS}
+    orders = dict.fromkeys(NORMS, range(config.n_layer)) | {"ln_2": mlp_order(config)}
+    of_layers = {name: norm([f"h.{i}.{name}" for i in order]) for name, order in orders.items()}
     final = {"ln_f": norm(["ln_f"])} if config.final_norm else {}
     embed = {"ln_e": norm(["ln_e"])} if config.embed_norm else {}
     is_pre = config.norm_placement == "pre"
@@ -236,28 +243,50 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
         wpe=wpe,
         slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
         linears={"lm_head": linears["wte"], **linears},
+        mlp_order=mlp_order(config),
         norms=on_device(of_layers | final if is_pre else final),
         norms_after=on_device(embed if is_pre else of_layers | embed),
         final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
     )
 
 
-def linear_layers(config: Any, tied: bool) -> dict[str, tuple[int, int, int]]:
-    """Return the number of layers, of features and K of each linear layer, and of wte and lm_head."""
+def linear_layers(config: Any, tied: bool) -> dict[str, tuple[list[str], int, int]]:
+    """Return the modules, the number of features and K of each linear layer, and of wte and lm_head."""
     C = config.n_embd
     E = config.embedding_size
     F = config.inner_size
-    shapes = {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}
-    found = {name: (config.n_layer, *shape) for name, shape in shapes.items()}
-    tables = ["wte"] if tied else ["wte", "lm_head"]
-    found |= dict.fromkeys(tables, (1, config.vocab_size, E))
-    return found | ({"project_in": (1, C, E), "project_out": (1, E, C)} if config.embed_dim else {})
+    layers = [f"h.{i}" for i in range(config.n_layer)]
+    experts = [f"h.{i}.mlp" for i in config.expert_layers]
+    mlps = [f"h.{i}.mlp" for i in mlp_order(config)[: len(layers) - len(experts)]]
+    mlps += [f"{mlp}.experts.{e}" for mlp in experts for e in range(config.num_experts)]
+    found = {
+        "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], 3 * C, C),
+        "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], C, C),
+        "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], F, C),
+        "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], C, F),
+    }
+    others = {"wte": (config.vocab_size, E)} | ({} if tied else {"lm_head": (config.vocab_size, E)})
+    if config.embed_dim:
+        others |= {"project_in": (C, E), "project_out": (E, C)}
+    if experts:
+        found[GATE] = [f"{mlp}.gate" for mlp in experts], config.num_experts, C
+    return found | {name: ([name], *shape) for name, shape in others.items()}
+
+
+def mlp_order(config: Any) -> list[int]:
+    return sorted(range(config.n_layer), key=config.expert_layers.__contains__)
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """Return the dtype of a linear layer's weights."""
+    return "float32" if name == GATE else dtype
 
 
 def params_bytes(config: Any, dtype: str, tied: bool) -> int:
     C = config.n_embd
     linears = sum(
-        count * (_linear_bytes(n, k, dtype) + 4 * n) for count, n, k in linear_layers(config, tied).values()
+        len(modules) * (_linear_bytes(n, k, dtype_of(name, dtype)) + 4 * n)
+        for name, (modules, n, k) in linear_layers(config, tied).items()
     )
     num_norms = 2 * config.n_layer + config.final_norm + config.embed_norm
     positions = config.n_head + 1 if config.has_alibi else C * config.n_positions

@@ -14,6 +14,8 @@ from .kv_cache import kv_cache_bytes, padded_head
 from .layers.attention import QUERY_TILE
 from .layers.attention_products import KEY_BLOCK
 from .layers.epilogue import ACTIVATIONS
+from .layers.experts import max_tiles
+from .layers.linear import TILE_BOUNDS
 from .params import DTYPES, padded_columns, params_bytes
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
@@ -130,6 +132,20 @@ class SamplingBuffers:
         )
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Buffers of layers with E experts, k of them a token: P = N k pairs."""
+
+    scores: Any  # (N, E) float32
+    chosen: Any  # (N, k) int32
+    shares: Any  # (N, k) float32
+    counts: Any  # (E + 1,) int32, pairs of an expert, and all
+    order: Any  # (P,) int32, the pairs' tokens
+    places: Any  # (N, k) int32, pairs of a token
+    tiles: Any  # (tiles, TILE_BOUNDS) int32
+    outputs: Any  # (P, Cp) float32: the gate's inputs, then the experts' outputs
+
+
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """Buffers of N tokens and R rows of logits. Activations are float32, or bfloat16 as uint16."""
@@ -139,12 +155,13 @@ class Workspace:
     embeds: Any  # (N, E) float32, embeddings of tokens with a negative id
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
-    normed: Any  # (max(N, R), Cp)
+    normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)
     q: Any  # (N, H, Dp)
     attended: Any  # (N, Cp)
     partials: Any  # (tokens of a decode step, H, key blocks, Dp + 2) float32
     merges: Any  # (tokens of a decode step, H) int32: key blocks that are done; 0 between steps
-    inner: Any  # (N, Fp)
+    inner: Any  # (N, Fp); with experts (P, Fp)
+    mixture: Mixture | None
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
     sampling: SamplingBuffers
@@ -162,6 +179,9 @@ def new_workspace(
     workspace = Workspace(
         device=device,
         inputs=Inputs(inputs, **inputs.arrays),
+        mixture=Mixture(**_zeros(device, _mixture_shapes(config, max_shape)))
+        if config.expert_layers
+        else None,
         sampling=new_sampling_buffers(device, config, max_shape),
         max_shape=max_shape,
         graphs=Graphs(device),
@@ -180,6 +200,7 @@ def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> Sampl
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
     arrays = _shapes(config, max_shape, dtype), _sampling_shapes(config, max_shape)
+    arrays += (_mixture_shapes(config, max_shape),) if config.expert_layers else ()
     return sum(map(_num_bytes, (*arrays, _input_shapes(max_shape), _setting_shapes(max_shape))))
 
 
@@ -193,11 +214,10 @@ def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
 
 
 def check_model(config: Any) -> None:
-    unsupported = ["experts"] if config.expert_layers else []
     if config.activation not in ACTIVATIONS:
-        unsupported.append(f"the activation {config.activation}")
-    if unsupported:
-        raise DeviceError(f"the model has {', '.join(unsupported)}, which no kernel for a GPU computes.")
+        raise DeviceError(
+            f"the model has the activation {config.activation}, which no kernel for a GPU computes."
+        )
 
 
 def check_memory(*sizes) -> None:
@@ -255,6 +275,7 @@ def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
 def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     n = max_shape.tokens
     r = max_shape.logits
+    pairs = n * config.experts_per_token
     heads = config.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
@@ -263,14 +284,31 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     return narrow | {
         "embeds": ((n, config.embedding_size), np.float32),
         "x": ((n, config.n_embd), np.float32),
-        "normed": ((max(n, r), columns), kind),
+        "normed": ((max(pairs, r), columns), kind),
         "q": ((n, heads, padded), kind),
         "attended": ((n, columns), kind),
         "partials": ((max_shape.decode_tokens, heads, max_shape.max_blocks, padded + 2), np.float32),
         "merges": ((max_shape.decode_tokens, heads), np.int32),
-        "inner": ((n, padded_columns(config.inner_size)), kind),
+        "inner": ((pairs, padded_columns(config.inner_size)), kind),
         "logits": ((r, config.vocab_size), np.float32),
         "every": ((max(n, r),), np.int32),
+    }
+
+
+def _mixture_shapes(config: Any, max_shape: MaxShape) -> Shapes:
+    n = max_shape.tokens
+    experts = config.num_experts
+    per_token = config.experts_per_token
+    tiles = max_tiles(rounded_up(n) * per_token, experts)
+    return {
+        "scores": ((n, experts), np.float32),
+        "chosen": ((n, per_token), np.int32),
+        "shares": ((n, per_token), np.float32),
+        "counts": ((experts + 1,), np.int32),
+        "order": ((n * per_token,), np.int32),
+        "places": ((n, per_token), np.int32),
+        "tiles": ((tiles, TILE_BOUNDS), np.int32),
+        "outputs": ((n * per_token, padded_columns(config.n_embd)), np.float32),
     }
 
 

@@ -149,14 +149,11 @@ def test_converted_checkpoints(folder, dtype, tmp_path):
         np.testing.assert_array_equal(llm.logits(ids), packed.logits(ids))
 
 
-def test_a_gpu_runs_all_but_experts(tmp_path):
-    from tinygpt.kernels.backend import DeviceError
+def test_a_gpu_runs_all(tmp_path):
     from tinygpt.kernels.cuda import check_model
 
-    for name in FAMILY_MODELS:
+    for name in (*FAMILY_MODELS, "experts"):
         check_model(open_checkpoint(write(tmp_path / name, name)).config)
-    with pytest.raises(DeviceError, match="the model has experts, which no kernel for a GPU computes"):
-        check_model(open_checkpoint(write(tmp_path / "experts", "experts")).config)
 
 
 # Beside transformers' own classes, and GPT with experts, live or as recorded.
@@ -202,6 +199,7 @@ def test_layers_cannot_be_compared_where_they_have_several_widths(tmp_path, caps
     assert "needs hidden states of one width" in result.err
 
 
+@pytest.mark.parametrize("device", [*DEVICES, ON_A_GPU])
 @pytest.mark.parametrize("per_token", [1, 2, 3])
 def test_logits_of_experts(per_token, device, tmp_path):
     ids = golden_ids(moe_models.T, vocab_size=moe_models.V)

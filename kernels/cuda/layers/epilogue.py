@@ -14,6 +14,7 @@ ADD = "add"
 LOGITS = "logits"
 QKV = "qkv"
 PLAIN = "plain"
+FLOATS = "floats"  # as PLAIN, in float32
 
 
 class Heads(NamedTuple):
@@ -52,8 +53,10 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
         return Epilogue(_locate_logit, _find, _biased, _nothing, _put_function(FLOAT32))
     if epilogue == ADD:
         return Epilogue(_locate, _find, _biased, _read, _put_function(FLOAT32))
-    if epilogue == PLAIN:
-        return Epilogue(_locate, _find, _biased, _nothing, _put_function(numbers))
+    if epilogue in (PLAIN, FLOATS):
+        return Epilogue(
+            _locate, _find, _biased, _nothing, _put_function(numbers if epilogue == PLAIN else FLOAT32)
+        )
     activation = ACTIVATIONS[epilogue]
 
     @device_function

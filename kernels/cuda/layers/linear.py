@@ -39,6 +39,7 @@ HALF = STEP // 2  # of K: what a lane's load of inputs belongs to
 HELD_OCTETS = 12  # halves of steps whose inputs a lane holds, times octets
 LINEAR_THREADS = SEGMENTS * WARP
 FUSED_TOKENS = SEGMENTS  # each warp of a block normalizes one row
+TILE_BOUNDS = 3  # of a tile of rows: its expert, its first row, and the row after its last
 
 
 class Norm(NamedTuple):
@@ -71,10 +72,11 @@ def steps_ahead(dtype: str, octets: int, num_steps: int) -> int:
 
 
 @functools.cache
-def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
+def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int, has_tiles: bool = False):
     """target (n, width), or Heads for QKV, of inputs (n, num_steps * STEP); n: sizes[row_kind].
 
     Grid (blocks, n / (octets * ROWS)). Blocks share the panels of LOGITS; otherwise each has one. ahead: steps_ahead.
+    has_tiles: `sizes` are tiles of experts.py instead, and an expert is a layer after `layer`. Grid (blocks, tiles).
     """
     load_words = load_words_function(dtype, ahead)
     product = product_function(dtype, octets, ahead)
@@ -89,6 +91,13 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
         words = cuda.local.array(words_size, uint32)
         panel = int32(cuda.blockIdx.x)
         first = int32(cuda.blockIdx.y * int32(octets * ROWS))
+        if has_tiles:
+            wait_for_kernel_before()
+            row_kind = int32(cuda.blockIdx.y * int32(TILE_BOUNDS) + int32(2))
+            first = sizes[uint32(row_kind - int32(1))]
+            layer = int32(layer + sizes[uint32(row_kind - int32(2))])
+            if first >= sizes[uint32(row_kind)]:
+                return
         load_words(words, weights, layer, panel)
         count = sizes[uint32(row_kind)]
         place = locate(target, weights, layer, panel)

@@ -13,6 +13,14 @@ from tinygpt.kernels.cuda.jit import WARP
 from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.experts import (
+    ADD_THREADS,
+    CHOOSE_WARPS,
+    SORT_THREADS,
+    add_experts,
+    choose_kernel,
+    sort_pairs,
+)
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, gemm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
@@ -91,6 +99,9 @@ def kernels() -> dict[str, tuple]:
         "process_rows": (process_rows, CHOOSE_THREADS, *PROCESS),
         "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
         "embed": (embed_kernel("int8", "float32", True, True), EMBED_THREADS, *embed_arguments("int8")),
+        "choose_experts": (choose_kernel(True), CHOOSE_WARPS * WARP, INTS, FLOATS, FLOATS, 4, 2, INTS),
+        "sort_pairs": (sort_pairs, SORT_THREADS, *[INTS] * 5, 4, 2, 8, 1, INTS),
+        "add_experts": (add_experts, ADD_THREADS, FLOATS, FLOATS, 1, FLOATS, INTS, 2, 1, INTS),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
         "linear float32": (
             linear_kernel("float32", 1, QKV, 1),
@@ -110,6 +121,11 @@ def kernels() -> dict[str, tuple]:
             linear_kernel(dtype, 8, QKV, 2),
             LINEAR_THREADS,
             *linear_arguments(dtype, QKV),
+        )
+        found[f"linear of experts {dtype}"] = (
+            linear_kernel(dtype, 8, "gelu", 2, has_tiles=True),
+            LINEAR_THREADS,
+            *linear_arguments(dtype, "gelu"),
         )
         normed = normed_linear_kernel(dtype, 1600, QKV)
         found[f"normed_linear {dtype}"] = normed, LINEAR_THREADS, *normed_arguments(dtype, QKV)

@@ -90,6 +90,8 @@ BLOOM: positions="alibi", embed_norm=True
 GPT-1: norm_placement="post", final_norm=False
 XGLM: embed_scale=4.0
 OPT-350M: norm_placement="post", final_norm=False, embed_dim=9
+experts: n_layer=3, expert_layers=(1,), num_experts=5, experts_per_token=2
+experts everywhere, after norms: norm_placement="post", expert_layers=(0, 1), num_experts=3, norm_topk_prob=True
 """
 )
 
@@ -108,9 +110,14 @@ def test_families(family, dtype):
         np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
-    checkpoint, n = checkpoint_of(n_layer=1), LENGTHS[dtype]
+EXPERTS = {"expert_layers": (0,), "num_experts": 3, "experts_per_token": 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family"), [*((dtype, {}) for dtype in TOLERANCE), ("float32", EXPERTS), ("int8", EXPERTS)]
+)
+def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, family):
+    checkpoint, n = checkpoint_of(n_layer=1, **family), LENGTHS[dtype]
     ids = token_ids(n + 2)
     whole = cuda_model(checkpoint, dtype).forward([ids], [0], [1], "all")
     model, parts = cuda_model(checkpoint, dtype), []
