@@ -1,5 +1,6 @@
 """The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first."""
 
+from ..backend import LOOKS
 from ..reference import top_logprobs
 from .device import check_device
 from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
@@ -13,8 +14,7 @@ DTYPES = tuple(ROWS)
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
 QUEUES_STEPS = True
-CHANGED = ("resid_pre", "resid_mid", "resid_post")
-SEEN = ("q", *CHANGED)
+SEEN = CHANGED = LOOKS
 with_adapters = None
 
 

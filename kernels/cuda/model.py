@@ -8,6 +8,7 @@ Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from .layers.linear import (
     steps_ahead,
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from .looks import Looks
 from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, padded_columns
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
@@ -88,9 +90,8 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     fill(workspace, batch)
     if look is None:
         workspace.graphs.run(step.shape, lambda: queue_step(params, step))
-    else:  # the host waits at each point
-        num_tokens = batch.token_ids.size
-        queue_step(params, step, lambda kind, layer: show(look, step, num_tokens, kind, layer), look.first)
+    else:
+        queue_step(params, step, Looks(look, params, batch, kv_cache, workspace), look.first)
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
@@ -101,13 +102,12 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: b
         look("resid_post", first - 1)
     for layer in range(first, params.config.n_layer):
         look("resid_pre", layer)
-        attention_block(params, layer, x, step)
-        look("q", layer)
+        attention_block(params, layer, x, step, look)
         norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
         place = params.mlp_order.index(layer)
         mlp = expert_block if layer in params.config.expert_layers else mlp_block
-        mlp(params, place, x, step)
+        mlp(params, place, x, step, look)
         norm_after(params, "ln_2", place, x, step)
         look("resid_post", layer)
     head(params, x, step, greedy)
@@ -138,22 +138,32 @@ def look_up(params: Params, out, width: int, columns: int, dtype: str, step: Ste
     w.device.launch(function, step.shape.tokens, EMBED_THREADS, out, width, *places, *tables, w.inputs.sizes)
 
 
-def attention_block(params: Params, layer: int, x, step: Step) -> None:
+def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     attended = step.workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, heads_of(step), x, step, QKV)  # (N, 3C)
+    for kind in "qkv":
+        look(kind, layer)
     attend(params, layer, attended, step)
-    add_projection(params, "attn_proj", layer, x, attended, step)
+    look("z", layer)
+    add_projection(params, "attn_proj", layer, x, attended, step, partial(look, "attn_out", layer))
 
 
-def mlp_block(params: Params, place: int, x, step: Step) -> None:
+def mlp_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner = step.workspace.inner
-    normed_linear(params, "ln_2", "c_fc", place, inner, x, step, params.config.activation)  # (N, F)
-    add_projection(params, "mlp_proj", place, x, inner, step)
+    layer = params.mlp_order[place]
+
+    def compute(target, epilogue: str) -> None:
+        normed_linear(params, "ln_2", "c_fc", place, target, x, step, epilogue)  # (N, F)
+
+    compute(inner, params.config.activation)
+    look("pre", layer, compute)
+    look("post", layer)
+    add_projection(params, "mlp_proj", place, x, inner, step, partial(look, "mlp_out", layer))
 
 
-def expert_block(params: Params, place: int, x, step: Step) -> None:
+def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += each token's experts, by their shares."""
     w = step.workspace
     m = w.mixture
@@ -280,9 +290,14 @@ def linear(params: Params, name: str, layer: int, target, inputs, step: Step, ep
     w.device.launch(function, grid, LINEAR_THREADS, *arguments)
 
 
-def add_projection(params: Params, name: str, layer: int, x, y, step: Step) -> None:
+def add_projection(params: Params, name: str, layer: int, x, y, step: Step, look=no_op) -> None:
     """x (N, C) += linear(y)."""
-    linear(params, name, layer, x, y, step, ADD)
+
+    def compute(target, epilogue: str) -> None:
+        linear(params, name, layer, target, y, step, epilogue)
+
+    if not look(compute):
+        compute(x, ADD)
 
 
 def attend(params: Params, layer: int, attended, step: Step) -> None:
@@ -327,22 +342,6 @@ def logit_rows(step: Step) -> Rows:
 def width_of(weights: Weights, epilogue: str) -> int:
     is_float32 = epilogue in (ADD, LOGITS)  # the stream and logits are, and not padded
     return weights.features if is_float32 else padded_columns(weights.features)
-
-
-def show(look, step: Step, count: int, kind: str, layer: int) -> None:
-    """Show hooks the stream (N, C), and take it back, or the queries (N, H, D)."""
-    w = step.workspace
-    c = step.kv_cache
-    if (kind, layer) not in look.points:
-        return
-    if kind != "q":
-        rows = w.device.read(w.x, count * c.num_heads * c.head_size).reshape(count, -1)
-        look(kind, layer, rows)
-        if look.changes:
-            w.device.write(w.x, rows)
-        return
-    q = w.device.read(w.q, count * c.num_heads * c.padded_head).reshape(count, c.num_heads, c.padded_head)
-    look(kind, layer, c.numbers.decode(q)[..., : c.head_size])
 
 
 def multi_step(

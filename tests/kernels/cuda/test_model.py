@@ -13,7 +13,7 @@ from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
 from support.tables import fields
 from tinygpt.kernels import cuda, reference
-from tinygpt.kernels.backend import Batch
+from tinygpt.kernels.backend import LOOKS, Batch
 from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.cuda.workspace import Mirror, bytes_needed
 from tinygpt.weights.checkpoint import Checkpoint
@@ -166,16 +166,46 @@ class Recorder:
             self.found.append(array.reshape(len(array), -1).copy())
 
 
-def test_hidden_states_and_queries():
+LOOKED_AT = [
+    Batch.of([token_ids(5), token_ids(3, 1)], [0, 0], [1, 3]),
+    Batch.of([token_ids(1, 2), token_ids(2, 3)], [5, 3], [1, 3]),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_that_can_be_seen(dtype):
     checkpoint = checkpoint_of()
-    batch = Batch.of([token_ids(5)], [0], [1])
     recorded = []
-    for model in (cuda_model(checkpoint), Model(reference, checkpoint)):
-        hooks = Recorder({(kind, layer) for kind in ("resid_pre", "q", "resid_post") for layer in (0, 1)})
-        model.backend.forward(model.params, batch, model.cache, model.workspace, hooks)
+    for model in (cuda_model(checkpoint, dtype), Model(reference, checkpoint)):
+        hooks = Recorder({(kind, layer) for kind in cuda.SEEN for layer in (0, 1)})
+        for batch in LOOKED_AT:
+            model.backend.forward(model.params, batch, model.cache, model.workspace, hooks)
         recorded.append(hooks.found)
-    assert len(recorded[0]) == 6
-    np.testing.assert_allclose(*recorded, atol=2e-5, rtol=0)
+    assert len(recorded[0]) == 2 * 2 * len(LOOKS)
+    for ours, expected in zip(*recorded, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_edits_of_all_that_can_be_seen(kind):
+    """Of each sequence's third token: those before it keep their bits."""
+    checkpoint = checkpoint_of()
+
+    def change(kind: str, array: np.ndarray) -> None:
+        array[[2, 7]] = 0.5 - array[[2, 7]]
+
+    found = []
+    for model in (cuda_model(checkpoint), Model(reference, checkpoint)):
+        plain, hooks = Recorder({(kind, 0)}, changes=False), Recorder({(kind, 0)}, change)
+        given = dataclasses.replace(LOOKED_AT[0], logit_rows=np.arange(8, dtype=np.int32))
+        steps = [(given, plain), (given, hooks), (LOOKED_AT[1], Recorder(set()))]
+        on = model.params, model.cache, model.workspace
+        found.append([model.backend.forward(on[0], batch, *on[1:], look).copy() for batch, look in steps])
+        before, after, _ = found[-1]
+        same_bits(before[[0, 1, 5, 6]], after[[0, 1, 5, 6]])
+        assert np.abs(before[[4, 7]] - after[[4, 7]]).max() > 0.01
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=5e-5, rtol=0)
 
 
 def test_edits_of_the_stream_and_a_given_one():
