@@ -25,7 +25,16 @@ SEVERAL_STEPS = {"multi_step", "stop_early", "final_norm"}
 # What the GPU's model.py has below its page: a launch of each layer, and decode steps without the host.
 CUDA_LAUNCHES = {
     *("normed_linear", "layer_norm", "linear", "add_projection", "attend", "heads_of", "width_of"),
-    *("look_up", "norm_after", "normalize_rows", "token_rows", "logit_rows", "expert_block"),
+    *(
+        "look_up",
+        "norm_after",
+        "normalize_rows",
+        "token_rows",
+        "logit_rows",
+        "expert_block",
+        "begin",
+        "products",
+    ),
     *("_queued_steps", "_read_tokens", "advance", *SEVERAL_STEPS),
 }
 # Functions of a model.py besides PAGE: the loop over the layers, run by each CPU thread or queued by the host.

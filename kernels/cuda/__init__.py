@@ -4,6 +4,7 @@ from ..backend import LOOKS
 from ..reference import top_logprobs
 from .device import check_device
 from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
+from .layers.adapters import with_adapters
 from .model import final_norm, forward, multi_step, stop_early
 from .params import DTYPES as ROWS
 from .params import load_params
@@ -15,7 +16,7 @@ MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
 QUEUES_STEPS = True
 SEEN = CHANGED = LOOKS
-with_adapters = None
+ADAPTED = tuple(name for name, dtype in ROWS.items() if not dtype.has_scales)
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

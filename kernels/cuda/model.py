@@ -18,6 +18,7 @@ from ..backend import no_op
 from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache
+from .layers.adapters import ADAPT_WARPS, adapt_kernel
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
 from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, Heads
 from .layers.experts import (
@@ -87,12 +88,18 @@ class Rows:
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
     step = Step(StepShape.of(batch, workspace.max_shape), kv_cache, workspace)
-    fill(workspace, batch)
+    begin(params, workspace, batch)
     if look is None:
         workspace.graphs.run(step.shape, lambda: queue_step(params, step))
     else:
         queue_step(params, step, Looks(look, params, batch, kv_cache, workspace), look.first)
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
+
+
+def begin(params: Params, workspace: Workspace, batch) -> None:
+    fill(workspace, batch)
+    if params.adapters is not None:
+        workspace.device.write(params.adapters.on_device, params.adapters.of_slot)
 
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
@@ -224,7 +231,7 @@ def normed_linear(
     columns = params.config.n_embd
     is_short = step.shape.tokens <= FUSED_TOKENS and norm in params.norms
     fits = fused_block_bytes(columns) <= w.device.shared_bytes and columns % STEP == 0
-    if not (DTYPES[params.dtype].numbers.has_mma and is_short and fits):
+    if params.adapters is not None or not (DTYPES[params.dtype].numbers.has_mma and is_short and fits):
         layer_norm(params, norm, layer, x, step, token_rows(step))
         linear(params, name, layer, target, w.normed, step, epilogue)
         return
@@ -270,6 +277,22 @@ def normalize_rows(
 
 
 def linear(params: Params, name: str, layer: int, target, inputs, step: Step, epilogue: str) -> None:
+    """Queue a linear layer, and its tokens' adapters if there are some."""
+    factors = params.adapters and params.adapters.linears.get(name)
+    if not factors:
+        products(params, name, layer, target, inputs, step, epilogue)
+        return
+    w = step.workspace
+    weights = params.linears[name]
+    products(params, name, layer, w.sums, inputs, step, LOGITS)
+    arguments = target, w.sums, inputs, weights, layer, width_of(weights, epilogue), factors
+    places = params.adapters.on_device, w.inputs.token_slots, w.inputs.sizes
+    function = adapt_kernel(params.dtype, epilogue)
+    threads = ADAPT_WARPS * WARP
+    w.device.launch(function, step.shape.tokens, threads, *arguments, *places, shared_bytes=4 * factors.rank)
+
+
+def products(params: Params, name: str, layer: int, target, inputs, step: Step, epilogue: str) -> None:
     """Queue a linear layer, of many tokens by `gemm_kernel`."""
     w = step.workspace
     weights = params.linears[name]
@@ -366,7 +389,7 @@ def _queued_steps(params: Params, step: Step, batch, draws: tuple, num_steps: in
     s = w.sampling
     count = batch.token_ids.size
     greedy = is_greedy(draws[0])
-    fill(w, batch)
+    begin(params, w, batch)
     if not greedy:
         s.write(np.arange(count), *draws)
 

@@ -194,6 +194,7 @@ class Params:
     norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
     norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
     final_norm: NormWeights | None  # ln_f on the host
+    adapters: Any = None  # Adapters of layers/adapters.py, or None
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:

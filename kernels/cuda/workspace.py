@@ -1,5 +1,6 @@
 """A step's sizes, which decide kernels and grids, and a model's buffers on the device."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,11 @@ class Workspace:
     sampling: SamplingBuffers
     max_shape: MaxShape
     graphs: Graphs
+
+    @functools.cached_property
+    def sums(self) -> Any:
+        """(N, features) float32 of a linear layer that adapters add to; had at the first step of all."""
+        return self.device.zeros((max(3 * self.x.size, self.inner.size),), np.float32)
 
 
 def new_workspace(

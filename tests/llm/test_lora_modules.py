@@ -120,7 +120,7 @@ def test_what_is_refused(base, adapters, tmp_path):
     ):
         LLM(base, device="reference", lora_modules={"head": head})
     with pytest.raises(
-        RequestError, match=r"lora_modules needs float32 or float16 weights .* with int8 weights"
+        RequestError, match=r"lora_modules needs float32 or float16 weights on device .cpu., not int8"
     ):
         LLM(base, dtype="int8", lora_modules=adapters)
     with pytest.raises(RequestError, match=r"lora_modules is .* must be a dict from names to folders"):

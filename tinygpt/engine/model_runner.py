@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 LARGE = 2**28  # bytes of float32 matrices, which take a second or more to read
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
-# Dtypes that compute with adapters which are not merged.
-ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,10 @@ class ModelSource:
                 )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
-            if adapters and (backend.with_adapters is None or dtype not in ADAPTED):
-                where = f"device {name_of(backend)!r} with {dtype} weights"
+            if adapters and dtype not in backend.ADAPTED:
                 raise RequestError(
-                    f"needs {' or '.join(ADAPTED)} weights on device 'cpu', not {where}: or merge one.",
+                    f"needs {' or '.join(backend.ADAPTED)} weights on device {name_of(backend)!r}, not {dtype}: or "
+                    "merge one.",
                     "lora_modules",
                 )
             sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))

@@ -11,6 +11,7 @@ from support.cuda_device import FLOATS, INTS, sample_arguments
 from tinygpt.kernels.cuda.draw import DRAW_THREADS, draw_tokens
 from tinygpt.kernels.cuda.jit import WARP
 from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
+from tinygpt.kernels.cuda.layers.adapters import ADAPT_WARPS, Factors, adapt_kernel
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.experts import (
@@ -61,6 +62,11 @@ def normed_arguments(dtype: str, epilogue: str) -> tuple:
     return target, Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1)), weights, 1, 1, INTS, 1
 
 
+def adapt_arguments(dtype: str, epilogue: str) -> tuple:
+    target, inputs, weights = sample_arguments(dtype, epilogue)
+    return target, FLOATS, inputs, weights, 1, 1, Factors(FLOATS, FLOATS, *NUMBERS), INTS, INTS, INTS
+
+
 def norm_arguments(dtype: str) -> tuple:
     return sample_arguments(dtype, ADD)[1], FLOATS, INTS, FLOATS, FLOATS, 1, 1, np.float32(1), INTS, 1
 
@@ -102,6 +108,7 @@ def kernels() -> dict[str, tuple]:
         "choose_experts": (choose_kernel(True), CHOOSE_WARPS * WARP, INTS, FLOATS, FLOATS, 4, 2, INTS),
         "sort_pairs": (sort_pairs, SORT_THREADS, *[INTS] * 5, 4, 2, 8, 1, INTS),
         "add_experts": (add_experts, ADD_THREADS, FLOATS, FLOATS, 1, FLOATS, INTS, 2, 1, INTS),
+        "adapt": (adapt_kernel("float32", "gelu"), ADAPT_WARPS * WARP, *adapt_arguments("float32", "gelu")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
         "linear float32": (
             linear_kernel("float32", 1, QKV, 1),

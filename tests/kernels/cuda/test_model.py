@@ -1,6 +1,7 @@
 """GPT-2 by the CUDA backend next to the reference: steps of every kind, and the cache between them."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -164,6 +165,39 @@ class Recorder:
         if (kind, layer) in self.points:
             self.change(kind, array)
             self.found.append(array.reshape(len(array), -1).copy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_sequence_has_its_own_adapter(dtype):
+    checkpoint, n = checkpoint_of(), LENGTHS[dtype]
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in parameter_shapes(checkpoint.config).items()
+        if re.search(r"(c_attn|c_proj|c_fc)\.weight", name)
+    }
+    adapters = [
+        {
+            name: (parameter(f"down {name}", (rank, k)), parameter(f"up {name}", (features, rank)))
+            for name, (features, k) in shapes.items()
+            if layer in name
+        }
+        for rank, layer in ((3, "h."), (5, "h.1."))
+    ]
+    steps = (
+        ([token_ids(n), token_ids(3, 1), token_ids(4, 2)], [0, 0, 0], [2, 0, 1], "all"),
+        ([token_ids(1, 4), token_ids(1, 5), token_ids(1, 6)], [4, n, 3], [1, 2, 0]),
+    )
+    bare = cuda_model(checkpoint, dtype)
+    models = [cuda_model(checkpoint, dtype), Model(reference, checkpoint)]
+    for model in models:
+        model.params, of_slot = model.backend.with_adapters(model.params, checkpoint.config, adapters, SLOTS)
+        of_slot[:3] = 1, -1, 0
+    for step, plain in zip(steps, (slice(-4, None), slice(1)), strict=True):
+        ours, expected = (model.forward(*step) for model in models)
+        np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
+        without = bare.forward(*step)
+        same_bits(ours[plain], without[plain])
+        assert (np.abs(ours - without).max(1) > 0.05).sum() == len(ours) - len(ours[plain])
 
 
 LOOKED_AT = [

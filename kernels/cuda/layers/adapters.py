@@ -1,0 +1,108 @@
+"""LoRA by request: a linear layer's sums, then each token's own low-rank product, and the layer's epilogue."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64
+
+from ...backend import LINEARS
+from ..jit import (
+    WARP,
+    kernel,
+    lane_and_warp,
+    let_next_kernel_begin,
+    load_fresh,
+    wait_for_kernel_before,
+    warp_sum,
+)
+from ..params import DTYPES, STEP, Params, linear_layers
+from .epilogue import epilogue_of
+
+ADAPT_WARPS = 8
+
+
+class Factors(NamedTuple):
+    """A linear layer's factors: A adapters, L layers, rank r filled up with zeros."""
+
+    down: Any  # (A, L, r, K) float32
+    up: Any  # (A, L, r, features) float32
+    num_layers: int
+    rank: int
+    columns: int  # K
+
+
+@dataclass(frozen=True)
+class Adapters:
+    linears: dict[str, Factors]
+    of_slot: np.ndarray  # (slots,) int32, which the caller sets; -1: none
+    on_device: Any  # of_slot as of the last step
+
+
+def with_adapters(
+    params: Params, config: Any, adapters: list[dict[str, tuple]], num_slots: int
+) -> tuple[Params, np.ndarray]:
+    of_slot = np.full(num_slots, -1, np.int32)
+    found = {}
+    for name, (modules, features, columns) in linear_layers(config, True).items():
+        ranks = [len(adapter[module][0]) for adapter in adapters for module in modules if module in adapter]
+        if name not in LINEARS or not ranks:
+            continue
+        rank = max(ranks)
+        down = np.zeros((len(adapters), len(modules), rank, columns), np.float32)
+        up = np.zeros((len(adapters), len(modules), rank, features), np.float32)
+        for a, adapter in enumerate(adapters):
+            for layer, module in enumerate(modules):
+                if module in adapter:
+                    own_down, own_up = adapter[module]
+                    down[a, layer, : len(own_down)] = own_down
+                    up[a, layer, : len(own_down)] = own_up.T
+        found[name] = Factors(*map(params.device.array, (down, up)), len(modules), rank, columns)
+    return replace(params, adapters=Adapters(found, of_slot, params.device.array(of_slot))), of_slot
+
+
+@functools.cache
+def adapt_kernel(dtype: str, epilogue: str):
+    """target = epilogue(sums + up @ (down @ inputs)) by each token's adapter. A block a token. No dtype with scales.
+
+    sums (n, features) float32. Grid: n. Shared memory: rank float32.
+    """
+    locate, find, finish, read, put = epilogue_of(dtype, epilogue)
+    load = DTYPES[dtype].load
+
+    def adapt(target, sums, inputs, weights, layer, width, factors, of_slot, token_slots, sizes):
+        let_next_kernel_begin()
+        products = cuda.shared.array(0, float32)
+        (lane, warp) = lane_and_warp()
+        n = int32(cuda.blockIdx.x)
+        if n >= sizes[0]:
+            return
+        adapter = of_slot[token_slots[n]]
+        first = int64(adapter * factors.num_layers + layer) * factors.rank
+        start = int64(n) * (weights.num_steps * int32(STEP))
+        wait_for_kernel_before()
+        if adapter >= 0:
+            for j in range(warp, factors.rank, int32(ADAPT_WARPS)):
+                total = float32(0)
+                row = (first + j) * factors.columns
+                for k in range(lane, factors.columns, int32(WARP)):
+                    total = cuda.fma(load(inputs, start + k), factors.down[row + k], total)
+                total = warp_sum(total)
+                if lane == 0:
+                    products[j] = total
+        cuda.syncthreads()
+        for feature in range(int32(cuda.threadIdx.x), weights.features, int32(ADAPT_WARPS * WARP)):
+            # libNVVM fails at a plain load next to a plain store of float32.
+            value = load_fresh(sums, int64(n) * weights.features + feature)
+            if adapter >= 0:
+                added = float32(0)
+                for j in range(factors.rank):
+                    at_rank = (first + j) * weights.features
+                    added = cuda.fma(products[j], factors.up[at_rank + feature], added)
+                value += added
+            place = locate(target, weights, layer, feature)
+            at = find(target, layer, width, n, place)
+            put(target, at, read(target, at) + finish(value, place), place)
+
+    return kernel(adapt)
