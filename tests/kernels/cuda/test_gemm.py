@@ -11,7 +11,7 @@ from support.cuda_device import heads_of, normal, packed, run_linear, stored
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.model import Step, linear
+from tinygpt.kernels.cuda.model import Step, products
 from tinygpt.kernels.cuda.workspace import StepShape
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
@@ -156,9 +156,9 @@ def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name)
     params = SimpleNamespace(
         dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8)
     )
-    workspace = SimpleNamespace(device=device, inputs=SimpleNamespace(sizes=None))
+    workspace = SimpleNamespace(device=device, inputs=SimpleNamespace(sizes=None), every=None)
     step = Step(StepShape(tokens, 1, 1, 0), None, workspace)
-    linear(params, "attn_proj", 0, None, None, step, ADD)
+    products(params, "attn_proj", 0, None, None, step, ADD)
     assert launched == [name]
 
 
