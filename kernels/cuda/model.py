@@ -49,6 +49,7 @@ from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, 
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     NUM_LOGITS,
+    NUM_PAIRS,
     NUM_STEPS_DONE,
     NUM_TOKENS,
     READ_STEPS,
@@ -81,8 +82,7 @@ class Rows:
 
     indices: Any  # of the stream's rows
     most: int
-    sizes: Any
-    kind: int  # the index of their true number in `sizes`
+    kind: int  # the index of their true number in `Inputs.sizes`
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
@@ -200,7 +200,7 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     sorted_pairs = m.counts, m.order, m.places, m.tiles
     tiling = tile_octets * ROWS, num_tiles
     w.device.launch(sort_pairs, 1, SORT_THREADS, m.chosen, *sorted_pairs, *sizes, *tiling, w.inputs.sizes)
-    rows = Rows(m.order, pairs, m.counts, config.num_experts)
+    rows = Rows(m.order, pairs, NUM_PAIRS)
     normalize_rows(params, norm, place, w.normed, width, params.dtype, x, step, rows)  # (P, C)
     linear_of_experts("c_fc", w.inner, w.normed, config.activation)  # (P, F)
     linear_of_experts("mlp_proj", m.outputs, w.inner, FLOATS)  # (P, C)
@@ -271,7 +271,7 @@ def normalize_rows(
     w = step.workspace
     nothing = params.slopes
     function = layer_norm_kernel(DTYPES[dtype].numbers.name, params.config.n_embd, weights is not None)
-    sizes = width, float(params.config.layer_norm_epsilon), rows.sizes, rows.kind
+    sizes = width, float(params.config.layer_norm_epsilon), w.inputs.sizes, rows.kind
     arguments = out, x, rows.indices, *(weights or (nothing, nothing)), layer, *sizes
     w.device.launch(function, -(-rows.most // NORM_WARPS), NORM_WARPS * WARP, *arguments)
 
@@ -299,7 +299,7 @@ def products(params: Params, name: str, layer: int, target, inputs, step: Step, 
     dtype = dtype_of(name, params.dtype)
     rows = logit_rows(step) if name in HEAD else token_rows(step)
     count = rows.most
-    arguments = target, inputs, weights, layer, width_of(weights, epilogue), rows.sizes, rows.kind
+    arguments = target, inputs, weights, layer, width_of(weights, epilogue), w.inputs.sizes, rows.kind
     if count > FEW_TOKENS and w.device.capability >= AMPERE:
         tile = pick_tile(count, weights.features, dtype, w.device)
         function = gemm_kernel(dtype, tile, epilogue)
@@ -353,13 +353,11 @@ def heads_of(step: Step) -> Heads:
 
 
 def token_rows(step: Step) -> Rows:
-    w = step.workspace
-    return Rows(w.every, step.shape.tokens, w.inputs.sizes, NUM_TOKENS)
+    return Rows(step.workspace.every, step.shape.tokens, NUM_TOKENS)
 
 
 def logit_rows(step: Step) -> Rows:
-    i = step.workspace.inputs
-    return Rows(i.logit_rows, step.shape.logits, i.sizes, NUM_LOGITS)
+    return Rows(step.workspace.inputs.logit_rows, step.shape.logits, NUM_LOGITS)
 
 
 def width_of(weights: Weights, epilogue: str) -> int:

@@ -19,10 +19,11 @@ from .layers.experts import max_tiles
 from .layers.linear import TILE_BOUNDS
 from .params import DTYPES, padded_columns, params_bytes
 
-# Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
+# Indices into `Inputs.sizes`: tokens, rows with logits, steps done without the host, pairs of a token and an expert.
 NUM_TOKENS = 0
 NUM_LOGITS = 1
 NUM_STEPS_DONE = 2
+NUM_PAIRS = 3
 NUM_SIZES = 4
 SLICES = 32  # of a row of logits, at most, that blocks search side by side
 READ_STEPS = 4  # whose tokens the host reads together
@@ -31,17 +32,19 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by 
 
 @dataclass(frozen=True)
 class MaxShape:
-    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence."""
+    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence, experts of a token."""
 
     tokens: int
     logits: int
     decode_tokens: int
     positions: int
+    experts: int = 1
 
     @classmethod
     def of(cls, config: Any, max_num_tokens: int, max_num_logits: int) -> "MaxShape":
         """A decode step has no more tokens than rows of logits."""
-        return cls(max_num_tokens, max_num_logits, min(max_num_tokens, max_num_logits), config.n_positions)
+        decode_tokens = min(max_num_tokens, max_num_logits)
+        return cls(max_num_tokens, max_num_logits, decode_tokens, config.n_positions, config.experts_per_token)
 
     @property
     def max_blocks(self) -> int:
@@ -140,7 +143,7 @@ class Mixture:
     scores: Any  # (N, E) float32
     chosen: Any  # (N, k) int32
     shares: Any  # (N, k) float32
-    counts: Any  # (E + 1,) int32, pairs of an expert, and all
+    counts: Any  # (E,) int32, pairs of an expert
     order: Any  # (P,) int32, the pairs' tokens
     places: Any  # (N, k) int32, pairs of a token
     tiles: Any  # (tiles, TILE_BOUNDS) int32
@@ -246,11 +249,12 @@ def check_memory(*sizes) -> None:
 def fill(workspace: Workspace, batch) -> None:
     mirror = workspace.inputs.mirror
     tiles = query_tiles(batch.seq_starts, QUERY_TILE)
+    num_tokens = batch.token_ids.size
     num_rows = batch.logit_rows.size
     mirror.host["tiles"][:] = tiles[-1]  # of empty tiles
     mirror.host["rows"][:] = -1
     mirror.write(
-        sizes=np.array([batch.token_ids.size, num_rows, 0], np.int32),
+        sizes=np.array([num_tokens, num_rows, 0, num_tokens * workspace.max_shape.experts], np.int32),
         token_ids=batch.token_ids,
         positions=batch.positions,
         token_slots=batch.token_slots,
@@ -281,7 +285,7 @@ def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
 def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     n = max_shape.tokens
     r = max_shape.logits
-    pairs = n * config.experts_per_token
+    pairs = n * max_shape.experts
     heads = config.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
@@ -304,13 +308,13 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
 def _mixture_shapes(config: Any, max_shape: MaxShape) -> Shapes:
     n = max_shape.tokens
     experts = config.num_experts
-    per_token = config.experts_per_token
+    per_token = max_shape.experts
     tiles = max_tiles(rounded_up(n) * per_token, experts)
     return {
         "scores": ((n, experts), np.float32),
         "chosen": ((n, per_token), np.int32),
         "shares": ((n, per_token), np.float32),
-        "counts": ((experts + 1,), np.int32),
+        "counts": ((experts,), np.int32),
         "order": ((n * per_token,), np.int32),
         "places": ((n, per_token), np.int32),
         "tiles": ((tiles, TILE_BOUNDS), np.int32),

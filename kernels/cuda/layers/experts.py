@@ -77,7 +77,7 @@ def choose_kernel(sums_to_one: bool):
 def sort_pairs(chosen, counts, order, places, tiles, num_experts, per_token, tile_rows, num_tiles, sizes):
     """Sort pairs by expert, and cut each expert's into tiles. One block.
 
-    counts (E + 1,): the experts' pairs, and all. order (P,): tokens. places (N, k): pairs. tiles: some may be empty.
+    counts (E,): the experts' pairs. order (P,): tokens. places (N, k): pairs. tiles: some may be empty.
     """
     let_next_kernel_begin()
     wait_for_kernel_before()
@@ -90,8 +90,6 @@ def sort_pairs(chosen, counts, order, places, tiles, num_experts, per_token, til
         for p in range(num_pairs):
             count += int32(chosen[p] == e)
         counts[e] = count
-    if thread == 0:
-        counts[num_experts] = num_pairs
     cuda.syncthreads()
     for e in range(thread, num_experts, int32(SORT_THREADS)):
         pair, at = int32(0), int32(0)

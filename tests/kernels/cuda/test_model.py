@@ -130,11 +130,13 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, 
     assert (np.concatenate(parts) == whole).all()
 
 
-def test_a_kind_of_step_is_captured_once(device):
-    model = cuda_model(checkpoint_of(n_layer=1))
+@pytest.mark.parametrize("family", [{}, EXPERTS], ids=["GPT-2", "experts"])
+def test_a_kind_of_step_is_captured_once(family, device):
+    checkpoint = checkpoint_of(n_layer=1, **family)
+    model = cuda_model(checkpoint)
     steps = [model.forward([[3]], [i], [0]) for i in range(4)]
     assert device.num_captured == 1
-    again = cuda_model(checkpoint_of(n_layer=1)).forward([[3] * 4], [0], [0], "all")
+    again = cuda_model(checkpoint).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
 
 
