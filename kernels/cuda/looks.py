@@ -37,14 +37,13 @@ class Looks:
         config = self.params.config
         numbers = DTYPES[self.params.dtype].numbers
         heads = config.n_head, config.head_size
+        buffers = {
+            "q": (w.q, numbers, heads, self.kv_cache.padded_head),
+            "z": (w.attended, numbers, heads, padded_columns(config.n_embd)),
+            "post": (w.inner, numbers, (config.inner_size,), padded_columns(config.inner_size)),
+        }
         if kind in "kv":
             self._show_cached(kind, layer)
-        elif kind == "q":
-            self._show(kind, layer, w.q, numbers, heads, self.kv_cache.padded_head)
-        elif kind == "z":
-            self._show(kind, layer, w.attended, numbers, heads, padded_columns(config.n_embd))
-        elif kind == "post":
-            self._show(kind, layer, w.inner, numbers, (config.inner_size,), padded_columns(config.inner_size))
         elif kind == "pre":
             before, after = self._computed(kind, layer, compute, config.inner_size)
             self._activate(np.flatnonzero((before != after).any(1)), after, numbers)
@@ -52,7 +51,8 @@ class Looks:
             _, summand = self._computed(kind, layer, compute, config.n_embd)
             w.device.write(w.x, w.device.read(w.x, summand.size) + summand.ravel())
         else:
-            self._show(kind, layer, w.x, FLOAT32, (config.n_embd,), config.n_embd)
+            stream = w.x, FLOAT32, (config.n_embd,), config.n_embd
+            self._show(kind, layer, *buffers.get(kind, stream))
         return True
 
     def _show(self, kind: str, layer: int, array, numbers: Numbers, shape: tuple, width: int) -> np.ndarray:

@@ -45,7 +45,7 @@ from .layers.linear import (
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from .looks import Looks
-from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, padded_columns
+from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, mlp_order, padded_columns
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     NUM_LOGITS,
@@ -112,7 +112,7 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: b
         attention_block(params, layer, x, step, look)
         norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
-        place = params.mlp_order.index(layer)
+        place = mlp_order(params.config).index(layer)
         mlp = expert_block if layer in params.config.expert_layers else mlp_block
         mlp(params, place, x, step, look)
         norm_after(params, "ln_2", place, x, step)
@@ -159,7 +159,7 @@ def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> No
 def mlp_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner = step.workspace.inner
-    layer = params.mlp_order[place]
+    layer = mlp_order(params.config)[place]
 
     def compute(target, epilogue: str) -> None:
         normed_linear(params, "ln_2", "c_fc", place, target, x, step, epilogue)  # (N, F)
@@ -175,15 +175,14 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     w = step.workspace
     m = w.mixture
     config = params.config
-    norm = params.norms.get("ln_2")
     width = padded_columns(config.n_embd)
     sizes = config.num_experts, config.experts_per_token
     tokens = step.shape.tokens
     pairs = tokens * config.experts_per_token
     tile_octets = min(rounded_up(-(-pairs // (config.num_experts * ROWS))), max_octets(params.dtype))
     num_tiles = max_tiles(pairs, config.num_experts, tile_octets * ROWS)
-    place_of_gate = place - config.n_layer + len(config.expert_layers)
-    first = place + place_of_gate * (config.num_experts - 1)
+    num_plain = config.n_layer - len(config.expert_layers)
+    first = num_plain + (place - num_plain) * config.num_experts
 
     def linear_of_experts(name: str, target, inputs, epilogue: str) -> None:
         weights = params.linears[name]
@@ -192,16 +191,15 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
         arguments = target, inputs, weights, first, width_of(weights, epilogue), m.tiles, 0
         w.device.launch(function, (weights.num_panels, num_tiles), LINEAR_THREADS, *arguments)
 
-    normalize_rows(params, norm, place, m.outputs, width, "float32", x, step, token_rows(step))
-    linear(params, GATE, place_of_gate, m.scores, m.outputs, step, LOGITS)  # (N, E)
+    normalize_rows(params, params.norms, "ln_2", place, m.outputs, x, step, token_rows(step), "float32")
+    linear(params, GATE, place - num_plain, m.scores, m.outputs, step, LOGITS)  # (N, E)
     choice = m.chosen, m.shares, m.scores, *sizes, w.inputs.sizes
     function = choose_kernel(config.norm_topk_prob)
     w.device.launch(function, -(-tokens // CHOOSE_WARPS), CHOOSE_WARPS * WARP, *choice)
     sorted_pairs = m.counts, m.order, m.places, m.tiles
     tiling = tile_octets * ROWS, num_tiles
     w.device.launch(sort_pairs, 1, SORT_THREADS, m.chosen, *sorted_pairs, *sizes, *tiling, w.inputs.sizes)
-    rows = Rows(m.order, pairs, NUM_PAIRS)
-    normalize_rows(params, norm, place, w.normed, width, params.dtype, x, step, rows)  # (P, C)
+    layer_norm(params, "ln_2", place, x, step, Rows(m.order, pairs, NUM_PAIRS))  # (P, C)
     linear_of_experts("c_fc", w.inner, w.normed, config.activation)  # (P, F)
     linear_of_experts("mlp_proj", m.outputs, w.inner, FLOATS)  # (P, C)
     parts = m.shares, m.places, config.experts_per_token, config.n_embd
@@ -245,34 +243,33 @@ def normed_linear(
 
 def layer_norm(params: Params, norm: str, layer: int, x, step: Step, rows: Rows) -> None:
     """normed (N, C) = x, or (R, C) = x[logit_rows]: normalized, unless norms follow the blocks."""
-    weights = params.norms.get(norm)
-    width = padded_columns(params.config.n_embd)
-    normalize_rows(params, weights, layer, step.workspace.normed, width, params.dtype, x, step, rows)
+    normalize_rows(params, params.norms, norm, layer, step.workspace.normed, x, step, rows, params.dtype)
 
 
 def norm_after(params: Params, norm: str, layer: int, x, step: Step) -> None:
     """Normalize the stream x (N, C) in its place, if the model does so here."""
-    if (weights := params.norms_after.get(norm)) is not None:
-        width = params.config.n_embd
-        normalize_rows(params, weights, layer, x, width, "float32", x, step, token_rows(step))
+    if norm in params.norms_after:
+        normalize_rows(params, params.norms_after, norm, layer, x, x, step, token_rows(step), "float32")
 
 
 def normalize_rows(
     params: Params,
-    weights: NormWeights | None,
+    norms: dict[str, NormWeights],
+    norm: str,
     layer: int,
     out,
-    width: int,
-    dtype: str,
     x,
     step: Step,
     rows: Rows,
+    dtype: str,
 ) -> None:
+    """out (n, C) = x[rows], normalized if there is such a norm, as inputs of a dtype; not padded in x's place."""
     w = step.workspace
-    nothing = params.slopes
-    function = layer_norm_kernel(DTYPES[dtype].numbers.name, params.config.n_embd, weights is not None)
+    columns = params.config.n_embd
+    width = columns if out is x else padded_columns(columns)
+    function = layer_norm_kernel(DTYPES[dtype].numbers.name, columns, norm in norms)
     sizes = width, float(params.config.layer_norm_epsilon), w.inputs.sizes, rows.kind
-    arguments = out, x, rows.indices, *(weights or (nothing, nothing)), layer, *sizes
+    arguments = out, x, rows.indices, *norms.get(norm, 2 * (params.slopes,)), layer, *sizes
     w.device.launch(function, -(-rows.most // NORM_WARPS), NORM_WARPS * WARP, *arguments)
 
 

@@ -190,7 +190,6 @@ class Params:
     wpe: Any  # (n_positions, C) float32; with ALiBi one 0
     slopes: Any  # (H,) float32, of ALiBi; else wpe, for no kernel reads it
     linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if the head is tied
-    mlp_order: list[int]  # layers without experts, then those with experts: the order of ln_2 and of MLPs
     norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
     norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
     final_norm: NormWeights | None  # ln_f on the host
@@ -203,12 +202,9 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
     def weights(name: str, modules: list[str], n: int, k: int) -> Weights:
         count = len(modules)
-        has_bias = name in LINEARS
-        bias = (
-            stacked(checkpoint, [f"{module}.bias" for module in modules])
-            if has_bias
-            else np.zeros((count, n))
-        )
+        bias = np.zeros((count, n), np.float32)
+        if name in LINEARS:
+            bias = stacked(checkpoint, [f"{module}.bias" for module in modules])
         kind = dtype_of(name, dtype)
         rows = panel_count(n) * OUT_TILE
         panels = device.zeros((count, rows, padded_columns(k)), DTYPES[kind].array_type)
@@ -221,8 +217,7 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
             packed, scales[i] = pack(weight, kind)
             device.write(panels, packed, i * size)
             checkpoint.release(each)
-        bias = device.array(bias.astype(np.float32))
-        return Weights(panels, device.array(scales), bias, panel_count(n), step_count(k), n)
+        return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
 
     def norm(names: list[str]) -> NormWeights:
         return NormWeights(*(stacked(checkpoint, [f"{name}.{kind}" for name in names]) for kind in KINDS))
@@ -244,7 +239,6 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
         wpe=wpe,
         slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
         linears={"lm_head": linears["wte"], **linears},
-        mlp_order=mlp_order(config),
         norms=on_device(of_layers | final if is_pre else final),
         norms_after=on_device(embed if is_pre else of_layers | embed),
         final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
@@ -275,6 +269,7 @@ def linear_layers(config: Any, tied: bool) -> dict[str, tuple[list[str], int, in
 
 
 def mlp_order(config: Any) -> list[int]:
+    """Return layers without experts, then those with experts: the order of ln_2 and of MLPs."""
     return sorted(range(config.n_layer), key=config.expert_layers.__contains__)
 
 

@@ -32,19 +32,21 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by 
 
 @dataclass(frozen=True)
 class MaxShape:
-    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence, experts of a token."""
+    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence."""
 
     tokens: int
     logits: int
     decode_tokens: int
     positions: int
-    experts: int = 1
+    experts: int = 1  # of a token
 
     @classmethod
     def of(cls, config: Any, max_num_tokens: int, max_num_logits: int) -> "MaxShape":
         """A decode step has no more tokens than rows of logits."""
         decode_tokens = min(max_num_tokens, max_num_logits)
-        return cls(max_num_tokens, max_num_logits, decode_tokens, config.n_positions, config.experts_per_token)
+        return cls(
+            max_num_tokens, max_num_logits, decode_tokens, config.n_positions, config.experts_per_token
+        )
 
     @property
     def max_blocks(self) -> int:

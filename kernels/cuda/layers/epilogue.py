@@ -49,14 +49,11 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
         functions = _locate_in_heads, _find_in_heads, _put_in_heads
         locate, find, put = (function(numbers) for function in functions)
         return Epilogue(locate, find, _biased, _nothing, put)
-    if epilogue == LOGITS:
-        return Epilogue(_locate_logit, _find, _biased, _nothing, _put_function(FLOAT32))
-    if epilogue == ADD:
-        return Epilogue(_locate, _find, _biased, _read, _put_function(FLOAT32))
-    if epilogue in (PLAIN, FLOATS):
-        return Epilogue(
-            _locate, _find, _biased, _nothing, _put_function(numbers if epilogue == PLAIN else FLOAT32)
-        )
+    if epilogue in (ADD, LOGITS, FLOATS, PLAIN):
+        locate = _locate_logit if epilogue == LOGITS else _locate
+        read = _read if epilogue == ADD else _nothing
+        put = _put_function(numbers if epilogue == PLAIN else FLOAT32)
+        return Epilogue(locate, _find, _biased, read, put)
     activation = ACTIVATIONS[epilogue]
 
     @device_function

@@ -187,14 +187,17 @@ def test_each_sequence_has_its_own_adapter(dtype):
     ]
     steps = (
         ([token_ids(n), token_ids(3, 1), token_ids(4, 2)], [0, 0, 0], [2, 0, 1], "all"),
-        ([token_ids(1, 4), token_ids(1, 5), token_ids(1, 6)], [4, n, 3], [1, 2, 0]),
+        *(
+            ([token_ids(1, i), token_ids(1, 5), token_ids(1, 6)], [4 + i, n + i, 3 + i], [1, 2, 0])
+            for i in (0, 1)
+        ),
     )
     bare = cuda_model(checkpoint, dtype)
     models = [cuda_model(checkpoint, dtype), Model(reference, checkpoint)]
     for model in models:
         model.params, of_slot = model.backend.with_adapters(model.params, checkpoint.config, adapters, SLOTS)
         of_slot[:3] = 1, -1, 0
-    for step, plain in zip(steps, (slice(-4, None), slice(1)), strict=True):
+    for step, plain in zip(steps, (slice(-4, None), slice(1), slice(1)), strict=True):
         ours, expected = (model.forward(*step) for model in models)
         np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
         without = bare.forward(*step)
