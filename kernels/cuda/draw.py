@@ -49,6 +49,8 @@ SIGN = 0x80000000
 ALL_ONES = 0xFFFFFFFF
 LOW_HALF = 0xFFFFFFFF
 HALF_BITS = 32
+ID_BITS = 31
+ALL_IDS = (1 << ID_BITS) - 1
 
 
 class Shared(NamedTuple):
@@ -205,6 +207,17 @@ def value_of(key):
     return bits_to_float32(
         uint32(key ^ uint32(SIGN)) if key >= uint32(SIGN) else uint32(key ^ uint32(ALL_ONES))
     )
+
+
+@device_function
+def rank_of(key, index):
+    """Return an int64 that orders by a uint32 key, then from high indices to low."""
+    return int64(key) << int64(ID_BITS) | int64(ALL_IDS - index)
+
+
+@device_function
+def index_of(rank):
+    return int64(ALL_IDS) - (rank & int64(ALL_IDS))
 
 
 @device_function

@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from .. import reference
-from .draw import ALL_ONES, DRAW_THREADS, draw_tokens, key_of
+from .draw import ALL_ONES, DRAW_THREADS, ID_BITS, draw_tokens, index_of, key_of, rank_of
 from .jit import (
     MAX_WARPS,
     WARP,
@@ -30,8 +30,6 @@ CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row a thread, at least
 KEY_OF_MINUS_INFINITY = 0x007FFFFF
 KEY_OF_REFUSED = ALL_ONES
-ID_BITS = 31
-ALL_IDS = (1 << ID_BITS) - 1
 NUM_PENALTIES = 3
 REPETITION, FREQUENCY, PRESENCE = range(NUM_PENALTIES)
 
@@ -199,9 +197,8 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
 
 @device_function
 def _greatest_key(value, token_id):
-    """Return an int64 that orders by value, then from high ids to low; greatest for NaN and +inf."""
-    key = key_of(value) if value < float32(math.inf) else uint32(KEY_OF_REFUSED)
-    return int64(key) << int64(ID_BITS) | int64(ALL_IDS - token_id)
+    """Return the rank of a value, greatest for NaN and +inf."""
+    return rank_of(key_of(value) if value < float32(math.inf) else uint32(KEY_OF_REFUSED), token_id)
 
 
 @device_function
@@ -209,7 +206,7 @@ def _token_of(key):
     value_key = key >> int64(ID_BITS)
     if value_key <= int64(KEY_OF_MINUS_INFINITY) or value_key == int64(KEY_OF_REFUSED):
         return int64(-1)
-    return int64(ALL_IDS) - (key & int64(ALL_IDS))
+    return index_of(key)
 
 
 @kernel

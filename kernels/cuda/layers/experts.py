@@ -8,7 +8,7 @@ import math
 
 from numba import cuda, float32, int32, int64
 
-from ..draw import key_of
+from ..draw import index_of, key_of, rank_of
 from ..jit import (
     WARP,
     kernel,
@@ -23,8 +23,6 @@ from .linear import ROWS, TILE_BOUNDS
 CHOOSE_WARPS = 4
 SORT_THREADS = 256
 ADD_THREADS = 256
-ID_BITS = 31
-ALL_IDS = (1 << ID_BITS) - 1
 
 
 def max_tiles(pairs: int, num_experts: int, tile_rows: int = ROWS) -> int:
@@ -50,8 +48,8 @@ def choose_kernel(sums_to_one: bool):
         for j in range(per_token):
             best = int64(0)
             for e in range(lane, num_experts, int32(WARP)):
-                best = max(best, int64(key_of(scores[row + e])) << int64(ID_BITS) | int64(ALL_IDS - e))
-            expert = int32(ALL_IDS) - int32(warp_greatest(best) & int64(ALL_IDS))
+                best = max(best, rank_of(key_of(scores[row + e]), e))
+            expert = int32(index_of(warp_greatest(best)))
             score = scores[row + expert]
             if j == 0:
                 highest = score
