@@ -44,7 +44,9 @@ def choose_kernel(sums_to_one: bool):
             return
         wait_for_kernel_before()
         row = n * num_experts
-        highest, all_of_them, all_chosen = float32(0), float32(0), float32(0)
+        highest = float32(0)
+        all_of_them = float32(0)
+        all_chosen = float32(0)
         for j in range(per_token):
             best = int64(0)
             for e in range(lane, num_experts, int32(WARP)):
@@ -90,7 +92,8 @@ def sort_pairs(chosen, counts, order, places, tiles, num_experts, per_token, til
         counts[e] = count
     cuda.syncthreads()
     for e in range(thread, num_experts, int32(SORT_THREADS)):
-        pair, at = int32(0), int32(0)
+        pair = int32(0)
+        at = int32(0)
         for before in range(e):
             pair += counts[before]
             at += (counts[before] + tile_rows - int32(1)) // tile_rows * int32(TILE_BOUNDS)
