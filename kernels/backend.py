@@ -116,7 +116,6 @@ class Backend(Protocol):
     QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
     SEEN: tuple[str, ...]  # the kinds that Hooks see
     CHANGED: tuple[str, ...]  # those of SEEN to which Hooks may write
-    ADAPTED: tuple[str, ...]  # those of DTYPES of which `with_adapters` takes Params
 
     def check_device(self) -> None: ...
 
@@ -130,9 +129,9 @@ class Backend(Protocol):
         """Pack a checkpoint: config, stored, tensor(name) -> (out, in) float32, release(name)."""
 
     def with_adapters(self, params, config, adapters: list[dict], num_slots: int) -> tuple[Any, np.ndarray]:
-        """Return Params with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
+        """Return Params of float32 with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
 
-        adapters: {name of a linear layer: (down (r, K), up (N, r))}; -1: none, as at first.
+        adapters: {name of a linear layer: (down (r, K), up (N, r))}; -1: none, as at first. May be None.
         """
 
     def kv_cache_dtypes(self, dtype: str) -> tuple[str, ...]:

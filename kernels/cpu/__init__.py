@@ -14,7 +14,6 @@ DTYPES = tuple(dtypes.DTYPES)
 MAX_STEP_TOKENS = 512
 QUEUES_STEPS = False
 SEEN = CHANGED = LOOKS
-ADAPTED = ("float32", "float16")  # whose activations are float32
 check_device = check_model = check_memory = no_op
 
 

@@ -19,7 +19,6 @@ MAX_STEP_TOKENS = 512
 PACKED = None
 QUEUES_STEPS = False
 SEEN = CHANGED = (*LOOKS, *SCORES)
-ADAPTED = DTYPES
 multi_step = None  # single steps are easier to read
 check_device = check_model = check_memory = no_op
 
