@@ -13,11 +13,11 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 321_800,
+    "tokens": 325_900,
     "tokens for 100 lines": 963,
-    "modules": 204,
+    "modules": 207,
     "modules under 60 lines": 1,
-    "tokens of tests": 337_000,
+    "tokens of tests": 339_100,
     "tokens for 100 lines of tests": 1_081,
     "lines of READMEs": 1_324,
     "words of prose for 100 lines of code": 138,
