@@ -327,23 +327,15 @@ def float32_to_bits(typing_context, value):
     )
 
 
-@intrinsic
-def int8_to_bfloat16(typing_context, word):
-    """Return four int8 as two pairs of bfloat16, exactly."""
-
-    def generate(context, builder, signature, arguments):
-        floats = []
-        for byte in range(4):
-            shifted = builder.ashr(builder.shl(arguments[0], INT32(24 - 8 * byte)), INT32(24))
-            floats.append(builder.bitcast(builder.sitofp(shifted, FLOAT), INT32))
-        # The lower half of the float32 of 8 bits is 0.
-        pairs = [
-            builder.or_(builder.lshr(floats[i], INT32(16)), builder.and_(floats[i + 1], INT32(0xFFFF0000)))
-            for i in (0, 2)
-        ]
-        return cgutils.pack_array(builder, pairs)
-
-    return types.UniTuple(uint32, 2)(uint32), generate
+@instruction(
+    "{ .reg .b32 low, sign, one; and.b32 low, $1, 0x007F007F; or.b32 low, low, 0x43004300; "
+    "and.b32 sign, $1, 0x00800080; or.b32 sign, sign, 0xC300C300; mov.b32 one, 0x3F803F80; "
+    "fma.rn.bf16x2 $0, low, one, sign; }",
+    uint32,
+    is_pure=True,
+)
+def _even_bytes_to_bfloat16(word):
+    """Return the int8 of bytes 0 and 2 as bfloat16: 128 + the lower 7 bits, minus 128, or 256 if the sign is set."""
 
 
 @intrinsic
@@ -354,6 +346,12 @@ def shared_address(typing_context, array):
         return builder.ptrtoint(builder.addrspacecast(data, pointer), INT32)
 
     return uint32(array), generate
+
+
+@device_function
+def int8_to_bfloat16(word):
+    """Return the int8 of bytes 0 and 2, and of bytes 1 and 3, as pairs of bfloat16, exactly."""
+    return _even_bytes_to_bfloat16(word), _even_bytes_to_bfloat16(uint32(word >> uint32(8)))
 
 
 @device_function

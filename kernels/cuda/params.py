@@ -2,7 +2,7 @@
 
 In a panel's step of 64 of K, lane 4 g + q holds 16 numbers of feature g; a warp reads 512 contiguous bytes a load:
     float16, bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
-    int8: one load of 16 numbers, in the same order
+    int8: one load of 16 numbers, in the same order but for each four: 0, 2, 1, 3
     float32: four loads of 4 numbers, k = 16 p + 4 q + i
 """
 
@@ -129,7 +129,7 @@ class Dtype:
 
     numbers: Numbers
     array_type: Any
-    splits: tuple[int, int, int]
+    splits: tuple[int, ...]
     order: tuple[int, ...]
     load: Any
     expand: Any = None
@@ -155,12 +155,12 @@ class Dtype:
 
 
 BY_LOAD = 0, 2, 3, 1, 4, 5  # (P, steps, load, g, q, i)
-BY_LANE = 0, 2, 1, 4, 3, 5  # (P, steps, g, q, load, i)
+BY_LANE = 0, 2, 1, 4, 3, 5, 7, 6  # (P, steps, g, q, load, i // 4, i % 2, i % 4 // 2)
 DTYPES = {
     "float32": Dtype(FLOAT32, np.float32, (4, 4, 4), BY_LOAD, _load),
     "float16": Dtype(FLOAT16, np.float16, (2, 4, 8), BY_LOAD, _load),
     "bfloat16": Dtype(BFLOAT16, np.uint16, (2, 4, 8), BY_LOAD, _load_bfloat16),
-    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 8), BY_LANE, _load, int8_to_bfloat16),
+    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 2, 2, 2), BY_LANE, _load, int8_to_bfloat16),
 }
 
 

@@ -507,6 +507,15 @@ def fma_rn_f32(a, b, c):
     return _fma_f32(a, b, c).astype(np.float32)
 
 
+def fma_rn_bf16x2(a, b, c):
+    """Of two bfloat16 in each word, if float32 has the exact results."""
+    whole = np.uint32(0)
+    for shift in (np.uint32(0), np.uint32(16)):
+        exact = fma_rn_f32(*((word >> shift << np.uint32(16)).view(np.float32) for word in (a, b, c)))
+        whole = whole | bfloat16_of(exact).astype(np.uint32) << shift
+    return whole
+
+
 def fma_rm_f32(a, b, c):
     exact = _fma_f32(a, b, c)
     nearest = exact.astype(np.float32)

@@ -200,7 +200,8 @@ def embed_kernel(dtype: str, of_out: str, has_tokens: bool, has_positions: bool)
                 start = base + (c // int32(STEP)) * int32(STEP_SIZE)
                 k = c % int32(STEP)
                 if HAS_SCALES:
-                    weight = load(wte, start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8)
+                    i = k & 4 | k % 2 * 2 | k % 4 // 2
+                    weight = load(wte, start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + i)
                     value = rounded_product(weight, scales[token])  # not fused with the sum
                 else:
                     value = load(wte, start + k // RUN * PANEL_RUN + g * RUN + k % RUN)
