@@ -67,6 +67,11 @@ class Tile:
     def threads(self) -> int:
         return self.warps * WARP
 
+    @property
+    def is_one_round(self) -> bool:
+        """Return whether a lane finishes ROWS_AT_ONCE sums of a feature, and no more."""
+        return self.features <= WARP and self.tokens == ROWS_AT_ONCE * self.warps
+
     def grid(self, tokens: int, features: int) -> tuple[int, int]:
         return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
 
@@ -102,11 +107,12 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     copy_weights = _copy_weights_function(dtype, tile)
     functions = _mma_functions if DTYPES[dtype].numbers.has_mma else _fma_functions
     sums_size, multiply, add_segment, write_sums = functions(dtype, tile)
-    store = _store_function(dtype, tile, epilogue)
+    locate_own, read_own, store = _store_functions(dtype, tile, epilogue)
     totals_size = tile.token_tiles * tile.panels * 4
     tile_tokens = tile.tokens
     tile_features = tile.features
     stage_bytes = tile.stage_bytes(dtype)
+    IS_ONE = tile.is_one_round
 
     @device_function
     def stage_of(stages, step):
@@ -117,6 +123,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
         shared = cuda.shared.array(0, float32, alignment=16)
         sums = cuda.local.array(sums_size, float32)
         totals = cuda.local.array(totals_size, float32)
+        before = cuda.local.array(ROWS_AT_ONCE, float32)
         first = int32(cuda.blockIdx.y) * int32(tile_tokens)
         count = sizes[row_kind]
         first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
@@ -125,10 +132,15 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
         stages = shared_address(shared)
         for ahead in range(int32(0), int32(STAGES - 1)):
             copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
+        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        if IS_ONE:
+            place = locate_own(target, weights, layer, first_feature, lane)
         wait_for_kernel_before()
         for ahead in range(int32(0), int32(STAGES - 1)):
             copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
             commit_copies()
+        if IS_ONE:
+            read_own(before, target, layer, width, first, count, place)
         for i in range(totals_size):
             totals[i] = float32(-0.0)  # -0 + x is x, also if x is -0
         step = int32(0)
@@ -145,10 +157,12 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
                 multiply(sums, stage_of(stages, step))
                 step = int32(step + int32(1))
             add_segment(totals, sums)
+        if not IS_ONE:  # registers are for the sums until now
+            place = locate_own(target, weights, layer, first_feature, lane)
         cuda.syncthreads()  # no thread reads the stages, which the sums overwrite
         write_sums(shared, totals)
         cuda.syncthreads()
-        store(target, shared, weights, layer, width, first, count, first_feature)
+        store(target, shared, place, before, weights, layer, width, first, count, first_feature)
 
     return kernel(gemm)
 
@@ -390,36 +404,56 @@ def _fma_functions(dtype: str, tile: Tile):
 
 
 @functools.cache
-def _store_function(dtype: str, tile: Tile, epilogue: str):
-    steps = epilogue_of(dtype, epilogue)
+def _store_functions(dtype: str, tile: Tile, epilogue: str):
+    """Return (locate_own, read_own, store).
+
+    locate_own: the place of one of a lane's columns
+    read_own: the numbers before a lane's sums, if is_one_round
+    """
+    locate, find, finish, read, put = epilogue_of(dtype, epilogue)
     tile_tokens = tile.tokens
     tile_features = tile.features
-    locate = steps.locate
-    find = steps.find
-    finish = steps.finish
-    read = steps.read
-    put = steps.put
+    IS_ONE = tile.is_one_round
     warps = tile.warps
     row_size = tile.features + SUM_PAD
 
-    def store(target, sums, weights, layer, width, first, count, first_feature):
+    @device_function
+    def locate_own(target, weights, layer, first_feature, column):
+        feature = min(int32(first_feature + column), int32(weights.features - int32(1)))
+        return locate(target, weights, layer, feature)
+
+    @device_function
+    def find_rows(places, target, layer, width, token, stop, place):
+        for i in range(ROWS_AT_ONCE):  # past the last token, the last: no branch
+            own = min(int32(token + int32(i * warps)), int32(stop - 1))
+            places[i] = find(target, layer, width, own, place)
+
+    @device_function
+    def read_own(before, target, layer, width, first, count, place):
+        (_, warp) = lane_and_warp()
+        places = cuda.local.array(ROWS_AT_ONCE, int64)
+        stop = min(int32(count), int32(first + int32(tile_tokens)))
+        find_rows(places, target, layer, width, int32(first + warp), stop, place)
+        for i in range(ROWS_AT_ONCE):
+            before[i] = read(target, places[i])
+
+    def store(target, sums, place, before, weights, layer, width, first, count, first_feature):
         (lane, warp) = lane_and_warp()
         values = cuda.local.array(ROWS_AT_ONCE, float32)
-        before = cuda.local.array(ROWS_AT_ONCE, float32)
         places = cuda.local.array(ROWS_AT_ONCE, int64)
         stop = min(int32(count), int32(first + int32(tile_tokens)))
         for column in range(lane, int32(tile_features), int32(WARP)):
-            feature = int32(first_feature + column)
-            if feature < weights.features:
-                place = locate(target, weights, layer, feature)
+            following = place
+            if not IS_ONE:
+                following = locate_own(target, weights, layer, first_feature, int32(column + int32(WARP)))
+            if first_feature + column < weights.features:
                 token = int32(first + warp)
                 at = uint32(warp * int32(row_size) + column)
                 while token < stop:
-                    for i in range(ROWS_AT_ONCE):  # past the last token, the last: no branch
-                        own = min(int32(token + int32(i * warps)), int32(stop - 1))
-                        places[i] = find(target, layer, width, own, place)
+                    find_rows(places, target, layer, width, token, stop, place)
                     for i in range(ROWS_AT_ONCE):
-                        before[i] = read(target, places[i])
+                        if not IS_ONE:
+                            before[i] = read(target, places[i])
                     for i in range(ROWS_AT_ONCE):
                         values[i] = sums[uint32(at + uint32(i * warps * row_size))]
                     for i in range(ROWS_AT_ONCE):
@@ -429,5 +463,6 @@ def _store_function(dtype: str, tile: Tile, epilogue: str):
                             put(target, places[i], values[i], place)
                     token = int32(token + int32(ROWS_AT_ONCE * warps))
                     at = uint32(at + uint32(ROWS_AT_ONCE * warps * row_size))
+            place = following
 
-    return device_function(store)
+    return locate_own, read_own, device_function(store)
