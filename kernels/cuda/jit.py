@@ -415,9 +415,25 @@ def is_last_warp(counters, index, count):
     cuda.syncwarp()
     arrived = int32(0)
     if int32(cuda.threadIdx.x) % WARP == 0:
-        arrived = int32(arrive(counters, index))
-        if arrived == count - 1:
-            counters[index] = 0
+        arrived = _arrived(counters, index, count)
     arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
     cuda.syncwarp()
     return arrived == count - 1
+
+
+@device_function
+def is_last_block(counters, index, count, told):
+    """As is_last_warp, of a whole block; told: shared float32, of which it takes the first."""
+    cuda.syncthreads()
+    if int32(cuda.threadIdx.x) == 0:
+        told[0] = float32(_arrived(counters, index, count))
+    cuda.syncthreads()
+    return told[0] == float32(count - 1)
+
+
+@device_function
+def _arrived(counters, index, count):
+    arrived = int32(arrive(counters, index))
+    if arrived == count - 1:
+        counters[index] = 0
+    return arrived

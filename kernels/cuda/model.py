@@ -298,9 +298,10 @@ def products(params: Params, name: str, layer: int, target, inputs, step: Step, 
     count = rows.most
     arguments = target, inputs, weights, layer, width_of(weights, epilogue), w.inputs.sizes, rows.kind
     if count > FEW_TOKENS and w.device.capability >= AMPERE:
-        tile = pick_tile(count, weights.features, dtype, w.device)
-        function = gemm_kernel(dtype, tile, epilogue)
-        grid = tile.grid(count, weights.features)
+        tile, parts = pick_tile(count, weights.features, weights.num_steps, dtype, w.device)
+        function = gemm_kernel(dtype, tile, epilogue, parts)
+        grid = *tile.grid(count, weights.features), parts
+        arguments += w.run_sums, w.tile_arrivals
         w.device.launch(function, grid, tile.threads, *arguments, shared_bytes=tile.shared_bytes(dtype))
         return
     octets = min(rounded_up(-(-count // ROWS)), max_octets(dtype))

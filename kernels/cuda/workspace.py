@@ -16,6 +16,7 @@ from .layers.attention import QUERY_TILE
 from .layers.attention_products import KEY_BLOCK
 from .layers.epilogue import ACTIVATIONS
 from .layers.experts import max_tiles
+from .layers.gemm import MAX_SHARED, run_sums_size
 from .layers.linear import TILE_BOUNDS
 from .params import DTYPES, padded_columns, params_bytes
 
@@ -167,6 +168,8 @@ class Workspace:
     partials: Any  # (tokens of a decode step, H, key blocks, Dp + 2) float32
     merges: Any  # (tokens of a decode step, H) int32: key blocks that are done; 0 between steps
     inner: Any  # (N, Fp); with experts (P, Fp)
+    run_sums: Any  # float32, of tiles that several blocks share
+    tile_arrivals: Any  # uint32, their blocks that are done; 0 between kernels
     mixture: Mixture | None
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
@@ -292,6 +295,7 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     kind = DTYPES[dtype].numbers.array_type
+    device = devices.the_device()
     narrow = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
     return narrow | {
         "embeds": ((n, config.embedding_size), np.float32),
@@ -302,6 +306,8 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
         "partials": ((max_shape.decode_tokens, heads, max_shape.max_blocks, padded + 2), np.float32),
         "merges": ((max_shape.decode_tokens, heads), np.int32),
         "inner": ((pairs, padded_columns(config.inner_size)), kind),
+        "run_sums": ((run_sums_size(device),), np.float32),
+        "tile_arrivals": ((MAX_SHARED * device.multiprocessors // 2,), np.uint32),
         "logits": ((r, config.vocab_size), np.float32),
         "every": ((max(n, r),), np.int32),
     }

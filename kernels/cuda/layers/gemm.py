@@ -5,6 +5,8 @@ bfloat16 and int8 run on the tensor cores, float32 on the ordinary units, from c
 Inputs and weights pass through shared memory, several steps of K ahead. A token has the same bits as from linear.py: a
 chain of products for each segment of K, and the segments' sums in order. On an H200, prompts of 124M reach a fifth of
 mma.sync's rate, and a quarter of float32's: latency of first loads and last stores limits them.
+
+If K is long and blocks are few, several share a tile's segments: the last of them adds all sums, in the same order.
 """
 
 import functools
@@ -21,9 +23,11 @@ from ..jit import (
     commit_copies,
     copy_async,
     device_function,
+    is_last_block,
     kernel,
     lane_and_warp,
     let_next_kernel_begin,
+    load_fresh,
     load_shared,
     shared_address,
     unrolled,
@@ -40,6 +44,8 @@ COPY_BYTES = 16
 ROW_BYTES = STEP * 2  # of a token's step in shared memory, in bfloat16
 ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together
 PENDING = STAGES - 2  # groups of copies under way when a step is multiplied
+LONG = 40  # steps of K from which on blocks share a tile: their sums are at most some half of its loads
+MAX_SHARED = 2  # blocks of a multiprocessor, up to which they do
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,38 @@ class Tile:
 TILES = {Tile(2, 2, 1, 2): 0, Tile(2, 4, 2, 3): 1, Tile(2, 4, 4, 4): 2}
 
 
-def pick_tile(tokens: int, features: int, dtype: str, device: Any) -> Tile:
-    """Return the largest tile that fits in the device's shared memory and has enough blocks."""
-    return next(
-        tile
-        for tile, least in reversed(TILES.items())
-        if tile.shared_bytes(dtype) <= device.shared_bytes
-        and math.prod(tile.grid(tokens, features)) >= least * device.multiprocessors
-    )
+def pick_tile(tokens: int, features: int, num_steps: int, dtype: str, device: Any) -> tuple[Tile, int]:
+    """Return the largest tile that fits in the device's shared memory and has enough blocks, and how many share it."""
+    for tile, least in reversed(TILES.items()):
+        blocks = math.prod(tile.grid(tokens, features))
+        wanted = least * device.multiprocessors
+        parts = 1
+        if num_steps >= LONG and least < MAX_SHARED and DTYPES[dtype].numbers.has_mma:
+            while parts < SEGMENTS and 2 * parts * blocks <= MAX_SHARED * device.multiprocessors:
+                parts *= 2
+        if tile.shared_bytes(dtype) <= device.shared_bytes and parts * blocks >= wanted:
+            break
+    return tile, parts
+
+
+def run_sums_size(device: Any) -> int:
+    """Return how many numbers the sums of all shared tiles are: most if two blocks share each."""
+    tiles = MAX_SHARED * device.multiprocessors // 2
+    sizes = (tile.tokens * tile.features for tile, least in TILES.items() if least < MAX_SHARED)
+    return tiles * slots_of(2) * max(sizes)
+
+
+def slots_of(parts: int) -> int:
+    """Return how many sums of a tile its blocks write: the first block one, the others one for each segment."""
+    return 1 + SEGMENTS - SEGMENTS // parts
 
 
 @functools.cache
-def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
-    """Return a kernel with the bits and arguments of linear_kernel's. Grid tile.grid(n, features)."""
+def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
+    """Return a kernel with the bits of linear_kernel's. Grid (*tile.grid(n, features), parts).
+
+    run_sums: run_sums_size(...) float32. arrivals: a uint32 for each tile, 0 between kernels.
+    """
     copy_inputs = _copy_inputs_function(dtype, tile)
     copy_weights = _copy_weights_function(dtype, tile)
     functions = _mma_functions if DTYPES[dtype].numbers.has_mma else _fma_functions
@@ -113,12 +138,39 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     tile_features = tile.features
     stage_bytes = tile.stage_bytes(dtype)
     IS_ONE = tile.is_one_round
+    IS_SHARED = parts > 1
+    part_segments = SEGMENTS // parts
+    slots = slots_of(parts)
+    threads = tile.threads
+
+    @device_function
+    def clear(totals):
+        for i in range(totals_size):
+            totals[i] = float32(-0.0)  # -0 + x is x, also if x is -0
+
+    @device_function
+    def own_sums(slot):
+        tile_index = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
+        return uint32((tile_index * slots + slot) * (totals_size * threads) + cuda.threadIdx.x)
+
+    @device_function
+    def keep(run_sums, slot, totals):
+        start = own_sums(slot)
+        for i in range(totals_size):
+            run_sums[uint32(start + uint32(i * threads))] = totals[i]
+
+    @device_function
+    def add_kept(totals, run_sums):
+        for slot in range(slots):
+            start = own_sums(slot)
+            for i in range(totals_size):
+                totals[i] += load_fresh(run_sums, uint32(start + uint32(i * threads)))
 
     @device_function
     def stage_of(stages, step):
         return uint32(stages + uint32(uint32(step) % uint32(STAGES)) * uint32(stage_bytes))
 
-    def gemm(target, inputs, weights, layer, width, sizes, row_kind):
+    def gemm(target, inputs, weights, layer, width, sizes, row_kind, run_sums, arrivals):
         let_next_kernel_begin()
         shared = cuda.shared.array(0, float32, alignment=16)
         sums = cuda.local.array(sums_size, float32)
@@ -130,33 +182,50 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
         if first >= count:
             return
         stages = shared_address(shared)
-        for ahead in range(int32(0), int32(STAGES - 1)):
-            copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
+        first_segment = int32(cuda.blockIdx.z) * int32(part_segments)
+        step = segment_start(first_segment, weights.num_steps)
+        stop = segment_start(first_segment + int32(part_segments), weights.num_steps)
+        for i in range(int32(0), int32(STAGES - 1)):
+            ahead = int32(step + i)
+            copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead, stop)
         lane = int32(cuda.threadIdx.x) % int32(WARP)
         if IS_ONE:
             place = locate_own(target, weights, layer, first_feature, lane)
         wait_for_kernel_before()
-        for ahead in range(int32(0), int32(STAGES - 1)):
-            copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
+        for i in range(int32(0), int32(STAGES - 1)):
+            ahead = int32(step + i)
+            copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead, stop)
             commit_copies()
         if IS_ONE:
             read_own(before, target, layer, width, first, count, place)
-        for i in range(totals_size):
-            totals[i] = float32(-0.0)  # -0 + x is x, also if x is -0
-        step = int32(0)
-        for segment in range(int32(0), int32(SEGMENTS)):
+        clear(totals)
+        # Not 0 by what the compiler knows.
+        zero = uint32(uint32(weights.num_steps) >> uint32(31))
+        for segment in range(first_segment, first_segment + int32(part_segments)):
+            if IS_SHARED and first_segment > 0:
+                clear(totals)
             for i in range(sums_size):
                 sums[i] = float32(0)
             while step < segment_start(segment + int32(1), weights.num_steps):
                 wait_for_copies(PENDING)
                 cuda.syncthreads()  # and no thread reads the step before
                 ahead = int32(step + int32(STAGES - 1))
-                copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
-                copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
+                copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead, stop)
+                copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead, stop)
                 commit_copies()
-                multiply(sums, stage_of(stages, step))
+                multiply(sums, stage_of(stages, step), zero)
                 step = int32(step + int32(1))
             add_segment(totals, sums)
+            if IS_SHARED and first_segment > 0:
+                keep(run_sums, int32(segment - int32(part_segments - 1)), totals)
+        if IS_SHARED:
+            if first_segment == 0:
+                keep(run_sums, int32(0), totals)
+            tile_index = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
+            if not is_last_block(arrivals, tile_index, int32(parts), shared):
+                return
+            clear(totals)
+            add_kept(totals, run_sums)
         if not IS_ONE:  # registers are for the sums until now
             place = locate_own(target, weights, layer, first_feature, lane)
         cuda.syncthreads()  # no thread reads the stages, which the sums overwrite
@@ -178,9 +247,9 @@ def _copy_inputs_function(dtype: str, tile: Tile):
     tokens_at_once = tile.threads // row_copies
     rounds = tile.tokens // tokens_at_once
 
-    def copy_inputs(stage, inputs, num_steps, first, count, step):
+    def copy_inputs(stage, inputs, num_steps, first, count, step, stop):
         thread = int32(cuda.threadIdx.x)
-        if step >= num_steps:
+        if step >= stop:
             return
         token = thread // int32(row_copies)
         chunk = thread % int32(row_copies)
@@ -206,10 +275,10 @@ def _copy_weights_function(dtype: str, tile: Tile):
     panels_at_once = threads // panel_copies
     rounds = math.ceil(tile_panels / panels_at_once)
 
-    def copy_weights(stage, weights, layer, first_feature, step):
+    def copy_weights(stage, weights, layer, first_feature, step, stop):
         thread = int32(cuda.threadIdx.x)
         num_steps = weights.num_steps
-        if step >= num_steps:
+        if step >= stop:
             return
         panel = thread // int32(panel_copies)
         part = thread % int32(panel_copies)
@@ -231,7 +300,7 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _mma_functions(dtype: str, tile: Tile):
-    """Return the sums of a lane, (sums, stage), (totals, sums), (shared, totals), in mma's layout."""
+    """Return the sums of a lane, (sums, stage, zero), (totals, sums), (shared, totals), in mma's layout."""
     # Eight lanes read 64 bytes of two tokens each, which without the exchange would share banks.
     load_panels = _load_panels_function(DTYPES[dtype], tile.panels)
     mma = DTYPES[dtype].numbers.mma
@@ -254,9 +323,8 @@ def _mma_functions(dtype: str, tile: Tile):
             sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
 
     @device_function
-    def multiply_half(sums, words, inputs_at):
+    def multiply_half(sums, words, inputs_at, zero):
         # A zero that ptxas does not know keeps words in place: else it copies them three times for every mma.
-        zero = uint32(cuda.blockIdx.z)
         for t in range(token_tiles):
             a = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES)))
             b = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES) + 8 * ROW_BYTES))
@@ -265,7 +333,7 @@ def _mma_functions(dtype: str, tile: Tile):
             multiply_panels(sums, t, low, words, 0)
             multiply_panels(sums, t, high, words, 2)
 
-    def multiply(sums, stage):
+    def multiply(sums, stage, zero):
         (lane, warp) = lane_and_warp()
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
@@ -276,9 +344,9 @@ def _mma_functions(dtype: str, tile: Tile):
         packed = cuda.local.array(words_size, uint32)
         words = cuda.local.array(words_size, uint32)
         load_panels(words, packed, weights_at, lane, 0)
-        multiply_half(sums, words, row + uint32(chunk * int32(COPY_BYTES)))
+        multiply_half(sums, words, row + uint32(chunk * int32(COPY_BYTES)), zero)
         load_panels(words, packed, weights_at, lane, 1)
-        multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY_BYTES)))
+        multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY_BYTES)), zero)
 
     def add_segment(totals, sums):
         for i in range(sums_size):
@@ -377,7 +445,7 @@ def _fma_functions(dtype: str, tile: Tile):
             lane % int32(4),
         )
 
-    def multiply(sums, stage):
+    def multiply(sums, stage, zero):
         words = cuda.local.array(words_size, float32)
         (token, feature, q) = place()
         row = stage + uint32(token * int32(row_bytes) + q * int32(COPY_BYTES))

@@ -57,6 +57,10 @@ def linear_arguments(dtype: str, epilogue: str) -> tuple:
     return target, inputs, weights, 1, 1, INTS, 1
 
 
+def gemm_arguments(dtype: str, epilogue: str) -> tuple:
+    return *linear_arguments(dtype, epilogue), FLOATS, WORDS
+
+
 def normed_arguments(dtype: str, epilogue: str) -> tuple:
     target, _, weights = sample_arguments(dtype, epilogue)
     return target, Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1)), weights, 1, 1, INTS, 1
@@ -121,7 +125,7 @@ def kernels() -> dict[str, tuple]:
     found["gemm float32"] = (
         gemm_kernel("float32", MIDDLE, QKV),
         MIDDLE.threads,
-        *linear_arguments("float32", QKV),
+        *gemm_arguments("float32", QKV),
     )
     for dtype in ("bfloat16", "int8"):
         found[f"linear {dtype}"] = (
@@ -137,7 +141,7 @@ def kernels() -> dict[str, tuple]:
         normed = normed_linear_kernel(dtype, 1600, QKV)
         found[f"normed_linear {dtype}"] = normed, LINEAR_THREADS, *normed_arguments(dtype, QKV)
         gemm = gemm_kernel(dtype, LARGEST, QKV)
-        found[f"gemm {dtype}"] = gemm, LARGEST.threads, *linear_arguments(dtype, QKV)
+        found[f"gemm {dtype}"] = gemm, LARGEST.threads, *gemm_arguments(dtype, QKV)
     for dtype in ("float32", "bfloat16"):
         decode = attend_decode_kernel(128, dtype)
         prefill = attend_prefill_kernel(128, dtype)
@@ -248,7 +252,7 @@ TILES_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
 )
 def test_tiles_stay_in_registers(dtype, tile, epilogue):
     compiled = fitting(
-        TILES_REGISTERS[tile], gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue)
+        TILES_REGISTERS[tile], gemm_kernel(dtype, tile, epilogue), *gemm_arguments(dtype, epilogue)
     )
     assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
     assert "cp.async.cg.shared.global" in compiled.ptx
@@ -258,7 +262,11 @@ def test_tiles_stay_in_registers(dtype, tile, epilogue):
 def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
     pair = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", SMALLEST, epilogue)
-    few, many = (compile_kernel(kernel, *linear_arguments("int8", epilogue)).ptx for kernel in pair)
+    arguments_of = linear_arguments, gemm_arguments
+    few, many = (
+        compile_kernel(kernel, *given("int8", epilogue)).ptx
+        for kernel, given in zip(pair, arguments_of, strict=True)
+    )
     for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
         assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))
 

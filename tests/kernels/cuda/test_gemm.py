@@ -7,11 +7,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.cuda_device import heads_of, normal, packed, run_linear, stored
+from support.cuda_device import SimulatedDevice, heads_of, normal, packed, run_linear, stored
+from support.kernel_tools import unwritten
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
-from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile
+from tinygpt.kernels.cuda.layers.gemm import (
+    LONG,
+    ROWS_AT_ONCE,
+    TILES,
+    Tile,
+    gemm_kernel,
+    pick_tile,
+    run_sums_size,
+    slots_of,
+)
 from tinygpt.kernels.cuda.model import Step, products
+from tinygpt.kernels.cuda.params import STEP
 from tinygpt.kernels.cuda.workspace import StepShape
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
@@ -21,12 +32,16 @@ H200 = SimpleNamespace(multiprocessors=132, shared_bytes=227 << 10, capability=(
 SMALL = Tile(2, 2, 1, 1)  # 32 tokens by 16 features, by four warps: cheap to simulate
 
 
-def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, epilogue):
+def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, epilogue, parts=1):
     grid = tile.grid(count, weights.features)
     sizes = np.array([0, count], np.int32)
-    arguments = (target, inputs, weights, layer, width, sizes, 1)
+    run_sums = unwritten(math.prod(grid) * slots_of(parts) * tile.tokens * tile.features)
+    arrivals = np.zeros(math.prod(grid), np.uint32)
+    arguments = (target, inputs, weights, layer, width, sizes, 1, run_sums, arrivals)
     shared_bytes = tile.shared_bytes(dtype)
-    simulate(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+    kernel = gemm_kernel(dtype, tile, epilogue, parts)
+    simulate(kernel, (*grid, parts), tile.threads, *arguments, shared_bytes=shared_bytes)
+    assert not arrivals.any()
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -80,6 +95,43 @@ def test_each_tile_gives_the_same_bits(tile, dtype):
     assert np.isfinite(result).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "parts", "k"),
+    [("bfloat16", 2, 648), ("bfloat16", 8, 136), ("int8", 4, 712), ("float32", 4, 552)],
+)
+def test_blocks_that_share_a_tile_give_the_same_bits(dtype, parts, k):
+    """Also if some have nothing to add."""
+    count, features = 65, 35
+    arguments = *case(count, features, k, dtype), 1, features, count, dtype
+    expected = normal(count * features, seed=1)
+    result = expected.copy()
+    run_linear(expected, *arguments, 1, ADD)
+    run_gemm(result, *arguments, SMALL, ADD, parts)
+    assert (bits(result) == bits(expected)).all()
+
+
+def test_a_queued_product_of_a_long_sum_has_the_same_bits():
+    device = SimulatedDevice()
+    count, features = 65, 11
+    inputs, weights = case(count, features, LONG * STEP, "int8")
+    params = SimpleNamespace(
+        dtype="int8", linears={"mlp_proj": weights}, config=SimpleNamespace(n_embd=features)
+    )
+    workspace = SimpleNamespace(
+        device=device,
+        inputs=SimpleNamespace(sizes=np.array([count], np.int32)),
+        every=None,
+        run_sums=np.zeros(run_sums_size(device), np.float32),
+        tile_arrivals=np.zeros(device.multiprocessors, np.uint32),
+    )
+    expected = normal(count * features, seed=1)
+    result = expected.copy()
+    run_linear(expected, inputs, weights, 1, features, count, "int8", 8, ADD)
+    products(params, "mlp_proj", 1, result, inputs, Step(StepShape(128, 1, 1, 0), None, workspace), ADD)
+    assert (bits(result) == bits(expected)).all()
+    assert workspace.run_sums.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_and_values_go_to_the_same_places(dtype):
     count = 33
@@ -117,7 +169,8 @@ def test_the_number_of_tokens_is_read_on_the_device():
     expected = np.zeros(40 * 19, np.float32)
     sizes = np.array([17], np.int32)
     shared_bytes = SMALL.shared_bytes("int8")
-    arguments = SMALL.threads, result, inputs, weights, 0, 19, sizes, 0
+    nothing = np.zeros(1, np.float32), np.zeros(1, np.uint32)
+    arguments = SMALL.threads, result, inputs, weights, 0, 19, sizes, 0, *nothing
     simulate(gemm_kernel("int8", SMALL, LOGITS), SMALL.grid(128, 19), *arguments, shared_bytes=shared_bytes)
     run_linear(expected, inputs, weights, 0, 19, 17, "int8", 1, LOGITS)
     assert (bits(result) == bits(expected)).all()
@@ -129,15 +182,38 @@ def test_the_number_of_tokens_is_read_on_the_device():
     [(65, 768, (32, 32)), (1024, 768, (32, 32)), (1024, 3072, (64, 96)), (2048, 3072, (128, 128))],
 )
 def test_small_shapes_have_small_tiles(tokens, features, size):
-    tile = pick_tile(tokens, features, "bfloat16", H200)
-    assert (tile.tokens, tile.features) == size
+    tile, parts = pick_tile(tokens, features, 12, "bfloat16", H200)
+    assert (tile.tokens, tile.features, parts) == (*size, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "size", "parts"),
+    [
+        (128, "bfloat16", (32, 32), 2),
+        (512, "int8", (64, 96), 4),
+        (1024, "bfloat16", (64, 96), 2),
+        (2048, "bfloat16", (64, 96), 1),
+        (512, "float32", (32, 32), 1),
+    ],
+)
+def test_a_long_sum_is_shared_until_all_multiprocessors_have_work(tokens, dtype, size, parts):
+    tile, found = pick_tile(tokens, 768, 48, dtype, H200)
+    assert (tile.tokens, tile.features, found) == (*size, parts)
+
+
+def test_there_is_room_for_the_sums_of_all_shared_tiles():
+    for tokens, features in itertools.product(range(65, 4096, 64), range(64, 4096, 64)):
+        tile, parts = pick_tile(tokens, features, 48, "bfloat16", H200)
+        tiles = math.prod(tile.grid(tokens, features))
+        assert parts == 1 or tiles <= H200.multiprocessors
+        assert parts == 1 or tiles * slots_of(parts) * tile.tokens * tile.features <= run_sums_size(H200)
 
 
 @pytest.mark.parametrize(("dtype", "count"), [("float32", 1), ("bfloat16", 2), ("int8", 3)])
 def test_a_tile_fits_in_a_small_devices_memory(dtype, count):
     device = SimpleNamespace(**vars(H200) | {"shared_bytes": 99 << 10})  # as much as an RTX 50 has
     shapes = itertools.product((65, 512, 4096), (768, 2304, 3072))
-    tiles = {pick_tile(tokens, features, dtype, device) for tokens, features in shapes}
+    tiles = {pick_tile(tokens, features, 12, dtype, device)[0] for tokens, features in shapes}
     assert len(tiles) == count
     assert max(tile.shared_bytes(dtype) for tile in tiles) <= device.shared_bytes
 
@@ -156,7 +232,9 @@ def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name)
     params = SimpleNamespace(
         dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8)
     )
-    workspace = SimpleNamespace(device=device, inputs=SimpleNamespace(sizes=None), every=None)
+    workspace = SimpleNamespace(
+        device=device, inputs=SimpleNamespace(sizes=None), every=None, run_sums=None, tile_arrivals=None
+    )
     step = Step(StepShape(tokens, 1, 1, 0), None, workspace)
     products(params, "attn_proj", 0, None, None, step, ADD)
     assert launched == [name]
