@@ -42,6 +42,7 @@ from .attention_products import (
 
 TILE_WARPS = 4  # of a block of attend_prefill
 QUERY_TILE = 64  # tokens of one sequence that tile_blocks(...) blocks of attend_prefill take
+WHOLE_SIZE = 64  # of heads, up to which registers allow a loop of its own over blocks without masks
 TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 
@@ -165,17 +166,18 @@ def _combine_function(products: Products, size: int):
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
     """Prefill and mixed steps: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
-    products = attention_products(size, NUMBERS[dtype])
+    numbers = NUMBERS[dtype]
+    products = attention_products(size, numbers)
     load_queries = products.load_queries
-    weigh_keys = weigh_keys_function(products, has_slopes)
-    weigh_values = products.weigh_values
+    HAS_WHOLE = numbers.has_mma and size <= WHOLE_SIZE
+    take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
+    take_block = _take_block_function(products, size, has_slopes)
     store = products.store
     QUERIES = products.queries
     QUERY_WORDS = products.query_words
     ROWS = products.rows
     ROW_LANES = products.row_lanes
     DIMS = products.dims
-    PACKED_WORDS = products.packed_words
     BLOCKS = size // DIM_BLOCK
     HELD = ROWS * DIMS
     VALUES = size // DIM_BLOCK * ROWS * DIMS
@@ -197,13 +199,6 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         highest = cuda.local.array(ROWS, float32)
         total = cuda.local.array(ROWS, float32)
         values = cuda.local.array(VALUES, float32)
-        held = cuda.local.array(1, uint32)  # held: nothing
-        block_highest = cuda.local.array(ROWS, float32)
-        block_total = cuda.local.array(ROWS, float32)
-        kept = cuda.local.array(ROWS, float32)
-        added = cuda.local.array(ROWS, float32)
-        packed = cuda.local.array(PACKED_WORDS, uint32)
-        sums = cuda.local.array(HELD, float32)
         first = int32(tiles[tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
         count = int32(min(tiles[tile + 1] - first, QUERIES))
         if count <= 0:
@@ -218,22 +213,18 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
 
         start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
         last = positions[first + count - 1]
+        oldest = positions[first]
         slope = slopes[head] if has_slopes else float32(0)
+        softmax = highest, total, values
+        while HAS_WHOLE and oldest >= KEY_BLOCK - 1:  # all keys of a block count for all queries
+            take_whole(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
+            start = start + KEY_BLOCK * size
+            oldest = int32(oldest - KEY_BLOCK)
+            last = int32(last - KEY_BLOCK)
         while last >= 0:
-            weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, slope, lane)
-            for r in range(ROWS):
-                new = merge(highest[r], total[r], block_highest[r], block_total[r])
-                highest[r], total[r], kept[r], added[r] = new
-            for block in range(BLOCKS):
-                weigh_values(sums, packed, held, v_cache, start, block, last, lane)
-                for i in range(HELD):
-                    if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
-                        value = values[block * HELD + i]
-                        values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
+            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
             start = start + KEY_BLOCK * size
             last = int32(last - KEY_BLOCK)
-            for r in range(ROWS):
-                newest[r] -= KEY_BLOCK
 
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
@@ -247,6 +238,42 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
                             store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
 
     return kernel(attend_prefill)
+
+
+def _take_block_function(products: Products, size: int, has_slopes: bool, is_whole: bool = False):
+    """Return the function that merges a block of keys into a softmax. newest is then the next block's."""
+    weigh_keys = weigh_keys_function(products, has_slopes, is_whole)
+    weigh_values = products.weigh_values
+    ROWS = products.rows
+    DIMS = products.dims
+    HELD = ROWS * DIMS
+    PACKED_WORDS = products.packed_words
+
+    @device_function
+    def take_block(highest, total, values, words, newest, k_cache, v_cache, start, last, scale, slope, lane):
+        block_highest = cuda.local.array(ROWS, float32)
+        block_total = cuda.local.array(ROWS, float32)
+        kept = cuda.local.array(ROWS, float32)
+        added = cuda.local.array(ROWS, float32)
+        packed = cuda.local.array(PACKED_WORDS, uint32)
+        sums = cuda.local.array(HELD, float32)
+        held = cuda.local.array(1, uint32)  # held: nothing
+        if is_whole:
+            last = int32(2 * KEY_BLOCK)  # which the compiler knows
+        weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, slope, lane)
+        for r in range(ROWS):
+            new = merge(highest[r], total[r], block_highest[r], block_total[r])
+            highest[r], total[r], kept[r], added[r] = new
+        for block in range(size // DIM_BLOCK):
+            weigh_values(sums, packed, held, v_cache, start, block, last, lane)
+            for i in range(HELD):
+                if is_whole or newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
+                    value = values[block * HELD + i]
+                    values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
+        for r in range(ROWS):
+            newest[r] -= KEY_BLOCK
+
+    return take_block
 
 
 @device_function

@@ -233,8 +233,10 @@ def _fma_products(size: int, rows: int, numbers: Numbers) -> Products:
     return Products(rows, 32, rows * BLOCKS, 2 * rows, 1, *functions)
 
 
-def weigh_keys_function(products: Products, has_slopes: bool):
+def weigh_keys_function(products: Products, has_slopes: bool, is_whole: bool = False):
     """Return the function that packs weights exp(score - highest) of a block's keys up to `newest`, 0 of later keys.
+
+    is_whole: there are no later keys, but for rows that are no query's.
 
     A score is scale q·k - slope * distance, the latter if has_slopes.
     highest and total (rows,): -inf and 0 if newest is negative.
@@ -259,14 +261,14 @@ def weigh_keys_function(products: Products, has_slopes: bool):
                 score = cuda.fma(scores[r * KEYS + i], scale, float32(0))
                 if has_slopes:
                     score = cuda.fma(-slope, float32(int32(last - key)), score)
-                if key > last:
+                if not is_whole and key > last:
                     score = float32(-math.inf)
                 scores[r * KEYS + i] = score
                 top = max(top, score)
             for step in range(STEPS):
                 top = max(top, cuda.shfl_xor_sync(uint32(ALL_LANES), top, 1 << step))
             highest[r] = top
-            if newest[r] < 0:  # no key: -inf minus -inf is NaN
+            if not is_whole and newest[r] < 0:  # no key: -inf minus -inf is NaN
                 top = float32(0)
             whole = float32(0)
             for i in range(KEYS):
