@@ -16,6 +16,7 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64, uint32
 
+from ...backend import DeviceError
 from ..jit import (
     ALL_LANES,
     WARP,
@@ -106,8 +107,8 @@ def pick_tile(tokens: int, features: int, num_steps: int, dtype: str, device: An
             while parts < SEGMENTS and 2 * parts * blocks <= MAX_SHARED * device.multiprocessors:
                 parts *= 2
         if tile.shared_bytes(dtype) <= device.shared_bytes and parts * blocks >= wanted:
-            break
-    return tile, parts
+            return tile, parts
+    raise DeviceError(f"no tile of {dtype} fits in this GPU's shared memory.")
 
 
 def run_sums_size(device: Any) -> int:
