@@ -1,6 +1,6 @@
 """The interface of a backend: its functions, the arrays of a step, and names that backends share."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,10 @@ LOOKS = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "pre", "post"
 SCORES = ("attn_scores", "pattern")  # (n, H, T) of one sequence
 MAX_STEPS = 16  # of a multi-step, whose tokens a workspace keeps
 NO_EMBEDS = np.empty((0, 0), np.float32)
+
+
+def no_op(*arguments) -> None:
+    pass
 
 
 class WeightError(Exception):
@@ -40,6 +44,8 @@ class Batch:
     context_lens: np.ndarray  # (S,)    positions in the cache after this step
     logit_rows: np.ndarray  # (R,)    tokens whose logits are wanted
     embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j
+    # () -> (R,) or None; if all are above 0, other logits than so many greatest of a row, with ties, may be -inf
+    top: Callable[[], np.ndarray | None] = no_op
 
     @classmethod
     def of(
@@ -200,7 +206,3 @@ def _bounds(lens: np.ndarray) -> np.ndarray:
 def _runs(firsts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     bounds = _bounds(lens)
     return np.arange(bounds[-1], dtype=np.int32) + np.repeat(firsts - bounds[:-1], lens)
-
-
-def no_op(*arguments) -> None:
-    pass

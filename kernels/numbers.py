@@ -12,6 +12,7 @@ from .backend import WeightError
 
 SCALE_BYTES = 4
 LEVELS = np.float32(127)
+MAX_TEMPERATURE = 2.0**30  # above it, different logits may be divided to one denormal number
 LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
 
 
@@ -95,6 +96,12 @@ class Warpers(NamedTuple):
     top_k: Any = 0
     top_p: Any = 1
     min_p: Any = 0
+
+
+def top_of(warpers: Warpers) -> np.ndarray:
+    """Return how many greatest logits (R,), with ties, decide each row's token; below 1: all of them."""
+    top_k = np.where(warpers.temperature > MAX_TEMPERATURE, 0, warpers.top_k)
+    return np.where(warpers.temperature == 0, 1, top_k)
 
 
 class Ragged(NamedTuple):

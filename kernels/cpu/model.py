@@ -7,9 +7,11 @@ All threads run the whole step (see team.py).
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from ..numbers import top_of
 from ..reference.layers import normalize
 from .arrays import Params
 from .jit import inline, kernel
@@ -30,15 +32,17 @@ from .layers.hooks import (
 )
 from .layers.linear import ATTN_PROJ, C_ATTN, MLP_PROJ, REPLACE, add_adapters, add_projection, linear
 from .layers.operands import quantize_activations
-from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy, score_tokens
+from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy
 from .sampling import sample
 from .sampling_rows import MAX_ENDS, choose_greatest, is_last_step
+from .screen import score_tokens, want_top
 from .team import begin_step, join_step
 from .workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> np.ndarray:
     fill(workspace.buffers, batch)
+    want_top(params, workspace.buffers, batch.top)
     if look is None:
         workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
     else:
@@ -128,7 +132,10 @@ def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
     norm_or_copy(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
-    score_tokens(team, params.project_out, params, logits, buffers)
+    b, segments = buffers, params.embedding_segments
+    score_tokens(
+        team, params.project_out, params.lm_head, segments, logits, b.final, b.to_score, b.screen, b.logits
+    )
 
 
 def multi_step(
@@ -148,6 +155,7 @@ def multi_step(
     buffers = workspace.buffers
     choices = workspace.buffers.choices
     fill(buffers, batch, num_steps if ends.size <= MAX_ENDS else 1)
+    want_top(params, buffers, lambda: top_of(warpers))
     choices.num_ends[0] = min(ends.size, MAX_ENDS)
     choices.ends[: choices.num_ends[0]] = ends[:MAX_ENDS]
     workspace.team.run(take_steps, params, kv_cache, buffers)
@@ -161,6 +169,7 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 def _drawn(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, draws: tuple, num_steps: int
 ) -> Iterator[np.ndarray]:
+    batch = replace(batch, top=lambda: top_of(draws[0]))
     for _ in range(num_steps):
         logits = forward(params, batch, kv_cache, workspace)  # (S, V)
         token_ids = sample(logits, *draws, batch.context_lens)  # (S,)

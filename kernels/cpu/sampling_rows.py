@@ -89,7 +89,7 @@ def kth_greatest(scores, k, work):
         maxima, count = work.masses[:blocks], 0
         for block in range(blocks):
             maxima[block] = greatest_of(scores[block * BLOCK : (block + 1) * BLOCK])
-        bound = _reached_by(maxima, k)
+        bound = reached_by(maxima, k)
         for block in range(blocks):
             if maxima[block] >= bound:
                 for i in range(block * BLOCK, min((block + 1) * BLOCK, scores.size)):
@@ -97,11 +97,11 @@ def kth_greatest(scores, k, work):
                         work.chosen[count] = scores[i]
                         count += 1
         candidates = work.chosen[:count]
-    return _reached_by(candidates, k)
+    return reached_by(candidates, k)
 
 
 @kernel
-def _reached_by(scores, k):
+def reached_by(scores, k):
     low, high = LEAST_KEY, GREATEST_KEY
     while low < high:
         middle = (low + high + 1) >> 1

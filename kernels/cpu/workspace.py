@@ -13,6 +13,7 @@ from .layers.linear import SCRATCH
 from .layers.operands import Float32Operand
 from .layers.ranks import Ranks
 from .sampling_rows import MAX_ENDS, Choices
+from .screen_pack import ROWS_IN_LEVELS, new_screen
 from .simd.tiles import ROW_TILE
 from .simd.vector_ir import LANES, zeros
 from .team import TeamThreads
@@ -38,15 +39,16 @@ class Buffers(NamedTuple):
     heads: Any  # (N, C)   `attended` as an operand
     inner: Any  # (N, F)   an operand
     final: Any  # (R, C)   an operand
-    to_score: Any  # (R, E)   an operand, or None
+    to_score: Any  # (R, E)   an operand; `final` if no projection follows
     mixture: "Mixture | None"
-    logits: np.ndarray  # (R, V)
+    logits: np.ndarray  # (R, V), and rows for the screen
     every: np.ndarray  # (N,)     0, 1, 2, ...
     hooks: Any  # HookBuffers, or None
     step: Step
     choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
     ranks: Ranks | None
+    screen: Any  # of the head, a Screen; None for int8 and int4, and on ranks
 
 
 class Mixture(NamedTuple):
@@ -90,6 +92,7 @@ def new_workspace(
     narrow = bool(config.embed_dim)
     head_dtype = DTYPES[dtype].head
     x, attended = zeros((n, c)), zeros((n, width))
+    final = new_operand(dtype if narrow else head_dtype, r, c)
     buffers = Buffers(
         x=x,
         stream=Float32Operand(x),
@@ -100,10 +103,10 @@ def new_workspace(
         attended=attended,
         heads=DTYPES[dtype].operand_of(attended),
         inner=new_operand(dtype, n, part.inner_size),
-        final=new_operand(dtype if narrow else head_dtype, r, c),
-        to_score=new_operand(head_dtype, r, e) if narrow else None,
+        final=final,
+        to_score=new_operand(head_dtype, r, e) if narrow else final,
         mixture=_new_mixture(config, n, dtype) if config.expert_layers else None,
-        logits=zeros((r, part.vocab_size)),
+        logits=zeros((r + ROWS_IN_LEVELS, part.vocab_size)),
         every=np.arange(n, dtype=np.int32),
         hooks=None,
         step=Step(
@@ -125,6 +128,7 @@ def new_workspace(
         ),
         sizes=np.zeros(3, np.int64),
         ranks=None if allgather is None else _new_ranks(share, n, allgather),
+        screen=new_screen(r, part.vocab_size, e) if share is None and head_dtype != "int8" else None,
     )
     scratch = max(SCRATCH, scratch_size(config.head_size), c, e, part.inner_size)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))

@@ -91,7 +91,7 @@ linear_to_operand = overload_by_dtype(
 @kernel
 def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows, columns):
     blocks = max((rows + ROW_BLOCK - 1) // ROW_BLOCK, 1)
-    items = linears.weight.panels.shape[1] * blocks
+    items = linears.weight.panels.shape[1] * blocks if rows > 0 else 1
     height = rows_together(linears.weight, blocks)
     item = claim(team, items)
     while item >= 0:
@@ -99,12 +99,17 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
         stop = min((block + 1) * ROW_BLOCK, rows)
         for row in range(block * ROW_BLOCK, stop, height):
             tile = Tile(min(height, stop - row), row, panel)
-            prefetch_tile(out, tile)
-            products(linears.weight, x, tile, layer, segments, team.scratch)
-            epilogue(out, tile, linears, layer, segments, activation, add, columns, team.scratch)
+            compute_tile(team, out, x, linears, layer, segments, activation, add, columns, tile)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
+
+
+@kernel
+def compute_tile(team, out, x, linears, layer, segments, activation, add, columns, tile):
+    prefetch_tile(out, tile)
+    products(linears.weight, x, tile, layer, segments, team.scratch)
+    epilogue(out, tile, linears, layer, segments, activation, add, columns, team.scratch)
 
 
 @kernel

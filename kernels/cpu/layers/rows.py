@@ -8,7 +8,7 @@ from ..simd.tiles import OUT_TILE
 from ..simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 from ..team import claim_rows, complete_rows, finish_phase
 from .activations import NONE
-from .linear import REPLACE, linear, linear_to_operand
+from .linear import REPLACE, linear
 from .operands import put
 from .ranks import share_rows
 
@@ -140,16 +140,3 @@ def embed_rows(team, project_in, params, x, step, b):
         linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)
         add_positions(team, x, step.positions, p.wpe)
     share_rows(team, x, b.ranks)
-
-
-@kernel
-def score_tokens(team, project_out, params, logits, b):
-    segments = params.embedding_segments
-    if project_out is None:
-        linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)
-    else:
-        rows = logits.shape[0]
-        linear_to_operand(
-            team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows
-        )
-        linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)
