@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import FailedRequestError
 from ..kernels.backend import Backend
-from ..kernels.numbers import Processors, Ragged, Warpers
+from ..kernels.numbers import Processors, Ragged, Warpers, top_of
 from ..kernels.reference import sampling
 from ..sampling_params import LogitsProcessor, SamplingParams, num_best
 from .sequence import SampledToken, Sequence
@@ -207,6 +207,12 @@ class Sampler:
         params = sequence.params
         varies = params.top_p_decay < 1 or params.xtc_probability > 0
         return not (state.changes_scores or state.wants_logprobs or varies or state.filters(sequence))
+
+    def top_of(self, sequences: Seq[Sequence]) -> np.ndarray | None:
+        """Return how many greatest logits (R,) decide each token, 0 for all; None if other logits are wanted."""
+        if not all(self.is_drawn_alone(sequence) for sequence in sequences):
+            return None
+        return top_of(gather_warpers([sequence.sampling_state for sequence in sequences]))
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""

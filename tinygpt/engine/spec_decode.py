@@ -170,6 +170,8 @@ class DraftModel:
             [draft.slot for draft, _ in chunks],
             [num_logits] * len(chunks),
         )
+        if num_logits:
+            batch = replace(batch, top=lambda: self._sampler.top_of([draft for draft, _ in chunks]))
         logits = self._runner.forward(batch)  # (R, V)
         for draft, count in chunks:
             draft.num_cached += count

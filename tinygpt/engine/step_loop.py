@@ -1,6 +1,7 @@
 """StepLoop: schedule, run, sample, record. The engine's thread alone calls it."""
 
 import time
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -116,7 +117,7 @@ class StepLoop:
             if chunk.sequence.captures is not None
         }
         if not captures:
-            return self.runner.forward(step.batch)
+            return self.runner.forward(replace(step.batch, top=lambda: self._top_of(step)))
         from ..look.captures import StepCaptures  # rarely needed
 
         look = StepCaptures(step.batch, captures, step.chunks[0].first_layer)
@@ -124,6 +125,14 @@ class StepLoop:
         for i, error in look.failed.items():
             step.chunks[i].sequence.error = error
         return logits
+
+    def _top_of(self, step: StepInput) -> np.ndarray | None:
+        """Return how many greatest logits (R,) are wanted of each row, or None if all are."""
+        sequences = [sequence for _, sequence in step.ends() if sequence.beams is None]
+        has_others = len(sequences) < step.batch.logit_rows.size
+        if has_others or any(chunk.num_prompt_logits for chunk in step.chunks):
+            return None
+        return self.sampler.top_of(sequences)
 
     def _choose_tokens(self, logits: Any, step: StepInput) -> None:
         ends = step.ends()

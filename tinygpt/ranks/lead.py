@@ -59,9 +59,9 @@ def plan_size(sizes: EngineConfig) -> int:
 
 
 def put_batch(plan: np.ndarray, batch: Batch) -> None:
-    """Write a batch without its embeds."""
+    """Write a batch without its embeds and `top`: ranks compute all logits."""
     plan[1:4] = batch.token_ids.size, batch.slots.size, batch.logit_rows.size
-    *arrays, _ = vars(batch).values()
+    *arrays, _, _ = vars(batch).values()
     whole = np.concatenate(arrays)
     plan[HEAD : HEAD + whole.size] = whole
 
