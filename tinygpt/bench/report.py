@@ -298,7 +298,8 @@ def _notes(records: Sequence[Record]) -> str:
 - {gpu or first["cpu_info"]}, build {first["build_commit"]}; {runs}.
 - tokens/s and ms/token: of the forward passes{clock}. pp reads a prompt; tg generates after so many cached tokens.
 - first token: from the call to the first token of the last prompt; pp only.
-- GB/s read: weights, for tg the KV cache too; share of the measured {", ".join(bandwidths.values())}.
+- GB/s read: weights, with all of a head that is screened, for tg the KV cache too;
+  share of the measured {", ".join(bandwidths.values())}.
 - GFLOP/s: share of the tiles' measured peak, {", ".join(peaks.values())}.
 - outside the model: share of the time outside forward passes. peak MB: {memory}."""
 

@@ -109,7 +109,10 @@ def model_bytes(config: ModelConfig, dtype: str) -> int:
 def weight_bytes(
     config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None
 ) -> float:
-    """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head."""
+    """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head.
+
+    A screened head (kernels/README.md) reads less: a share of the bandwidth may be above its true value.
+    """
     in_block, in_head = _weight_sizes(dtype)
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
     return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
