@@ -98,6 +98,16 @@ def test_draws_are_those_of_a_model_without_such_rows(tmp_path, fields):
     ]
 
 
+def test_greedy_tokens_are_those_of_a_model_without_such_rows(tmp_path):
+    """Later prompts, too: their heads are screened."""
+    tokens = {}
+    for more in (MORE, 0):
+        with LLM(write_padded(tmp_path / str(more), more=more), max_num_seqs=4) as llm:
+            asked = [llm.generate([[i]], SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(6)]
+            tokens[more] = [output.outputs[0].token_ids for (output,) in asked]
+    assert tokens[MORE] == tokens[0]
+
+
 def test_tokens_come_as_often_as_without_such_rows(tmp_path):
     """All tokens are alike, and rows of no token have half of the probability."""
     scale = np.log(VOCAB_SIZE / MORE) / C

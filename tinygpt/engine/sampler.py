@@ -212,7 +212,9 @@ class Sampler:
         """Return how many greatest logits (R,) decide each token, 0 for all; None if other logits are wanted."""
         if not all(self.is_drawn_alone(sequence) for sequence in sequences):
             return None
-        return top_of(gather_warpers([sequence.sampling_state for sequence in sequences]))
+        states = [sequence.sampling_state for sequence in sequences]
+        top = top_of(gather_warpers(states))
+        return np.where(top > 0, top + [len(state.rules.unwritten) for state in states], 0)
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
