@@ -290,7 +290,7 @@ class _Server:
             self._loop.call_soon_threadsafe(run)
 
     def ask(self, path: str, parse: Callable[[Any], Result], body: Any = None) -> Result:
-        """Return the result of `parse` on the reply. body: None is GET."""
+        """body: None is GET."""
         future = self.start(self._answer, path, parse, body)
         try:
             return future.result()

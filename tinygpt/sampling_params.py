@@ -1,7 +1,7 @@
 """SamplingParams: the fields of a request, each declared on one line.
 
 A line gives the field's name, type, default, rule (`fields.py`), and the flag's metavar, help text and group. The
-checks, `help(SamplingParams)`, `cli/flags.py` and `server/protocol.py` derive from it. A field needs a use and a test.
+checks, `help(SamplingParams)`, `cli/flags.py` and `server/protocol.py` derive from it.
 """
 
 from collections.abc import Callable, Iterable, Mapping

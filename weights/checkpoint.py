@@ -105,7 +105,7 @@ def read_config(folder: Path) -> ModelConfig:
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     if fields.get("model_type", "gpt2") == "gpt2":  # the first ones have none
         return gpt2.model_config(fields, generation)
-    from .families.transformers import model_type_of  # rarely needed
+    from .families.transformers import model_type_of
 
     return model_type_of(fields).model_config(fields, generation)
 
@@ -116,7 +116,7 @@ class PackedCheckpoint:
 
     The file holds the CPU kernels' arrays by name, bfloat16 as two bytes. Its metadata: `format`, `version`, `dtype`,
     whether the head is `tied` to wte, the packing's numbers, the `source`, the calibration, and the `crc32` of the
-    data. Arrays that fill whole 64 bytes come first, so that each starts on a 64-byte boundary.
+    data. Arrays of whole 64 bytes come first: each starts on such a boundary.
     checksum: of the data, computed in a thread.
     """
 
@@ -186,7 +186,6 @@ class PackedCheckpoint:
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
-    """Write PACKED_FILE into the folder."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
     checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}

@@ -42,16 +42,15 @@ def how_to_replace(path: Path, what: str = "it") -> str:
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name is a path, there or not, and no name on the Hub such as owner/name/file.gguf."""
+    """Tell a path, there or not, from a Hub name such as owner/name/file.gguf."""
     is_file = Path(Path(name).parts[0]).is_dir() if name.count("/") > 1 else name.lower().endswith(SUFFIXES)
     return name.startswith(("/", "./", "../", "~")) or "\\" in name or is_file
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint's folder for reading.
+    """Open a file for reading.
 
-    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer.
-    """
+    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if path.is_symlink():

@@ -33,7 +33,7 @@ class HubName(NamedTuple):
 
 
 def parse(text: str) -> HubName:
-    """Return the parts of a name or URL. Raise CheckpointError."""
+    """Raise CheckpointError."""
     url = URL.match(text)
     match = NAME.fullmatch(text[url.end() if url else 0 :])
     if match is None:
@@ -75,7 +75,7 @@ def download(text: str) -> Path:
 
 
 def download_adapter(text: str) -> Path:
-    """Return the local folder of a PEFT adapter. Raise CheckpointError."""
+    """Raise CheckpointError."""
     name = parse(text)
     files = (ADAPTER_CONFIG, *ADAPTER_FILES, *TOKENIZER_FILES)
     return _existing(name, [f"{name.path}/{file}".lstrip("/") for file in files])

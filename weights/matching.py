@@ -124,7 +124,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
 
 
 def by_own_names(source: Source) -> Source:
-    """Return the source as TENSOR_NAMES has it. Raise CheckpointError if it does not fit the tensors."""
+    """Apply TENSOR_NAMES. Raise CheckpointError if it does not fit the tensors."""
     if not (names := source.json(TENSOR_NAMES)):
         return source
     from .families.described import by_user

@@ -22,7 +22,7 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     path = resolve(model)
     if (path / PACKED_FILE).exists():
         return PackedCheckpoint.open(path)
-    from .matching import read_checkpoint  # which a converted checkpoint does not need
+    from .matching import read_checkpoint
 
     return read_checkpoint(path)
 
@@ -41,12 +41,12 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     try:
         path = _local_path(model)
         if path is None:
-            from .hub import download  # rarely needed
+            from .hub import download
 
             path = download(str(model))
         folder = path if path.is_dir() else path.parent
         if (folder / ADAPTER_CONFIG).is_file():
-            from .adapters.peft import refuse_adapter  # rarely needed
+            from .adapters.peft import refuse_adapter
 
             refuse_adapter(path, folder, str(model))
         _check_is_checkpoint(path)

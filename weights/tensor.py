@@ -26,10 +26,7 @@ STD = np.float32(0.02)
 
 
 class Tensor(Protocol):
-    """A tensor in a file, drawn, or made of others.
-
-    float32: a view of memory if possible, otherwise a copy.
-    """
+    """float32: a view of memory if possible, otherwise a copy."""
 
     def float32(self) -> np.ndarray: ...
 
@@ -54,8 +51,6 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class DefaultTensor:
-    """A parameter that files leave out."""
-
     shape: tuple[int, ...]
     make: Callable[[tuple[int, ...]], np.ndarray]
 

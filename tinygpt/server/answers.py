@@ -121,7 +121,7 @@ def error_body(error: HTTPException) -> dict[str, Any]:
 
 
 def respond(error: HTTPException) -> Response:
-    """Return the reply. `x-should-retry` is a header of OpenAI's client library."""
+    """`x-should-retry` is a header of OpenAI's client library."""
     retry = {} if error.status_code in RETRIED else {"x-should-retry": "false"}
     headers = retry | dict(error.headers or {})
     return Response(to_json(error_body(error)), error.status_code, headers, "application/json")

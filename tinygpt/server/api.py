@@ -87,8 +87,6 @@ class ServerConfig:
 
 
 class Api:
-    """The state that all requests share, and the handler of each route."""
-
     def __init__(self, llm: LLM, config: ServerConfig):
         self.llm = llm
         self.config = config
@@ -342,7 +340,6 @@ class Api:
             work.cancel()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text whose special tokens are plain text."""
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
 
     async def read_prompts(

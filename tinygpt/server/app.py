@@ -133,7 +133,7 @@ async def page() -> HTMLResponse:
 
 
 def _hashes(tag: str, html: str) -> str:
-    """Return the CSP hashes of the page's scripts or styles; no others run."""
+    """Return CSP hashes of the page's scripts or styles; no others run."""
     texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
@@ -220,7 +220,6 @@ class Gate:
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
         host = headers.get("host", "").lower()
-        # Without the port.
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name not in self._hosts:
             listed = ", ".join(sorted(self._hosts))
@@ -228,7 +227,6 @@ class Gate:
                 ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
             )
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # In constant time.
         matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."

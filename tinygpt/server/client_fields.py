@@ -37,7 +37,6 @@ class Others:
     lacking: dict[str, Lacking]
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields for `create_model`."""
         found: dict[str, Any] = {
             name: (Any, Field(None, description="Passed over.")) for name in self.passed.split()
         }
@@ -94,7 +93,6 @@ OTHERS = {
 
 
 def with_others(kind: str, base: type[BaseModel]) -> Any:
-    """Return the model with the fields of OTHERS[kind]."""
     return create_model(base.__name__, __base__=base, **OTHERS[kind].fields())
 
 

@@ -25,8 +25,6 @@ from .requests import read_apart, route
 
 
 class InfoRoutes:
-    """The handlers of these routes."""
-
     def __init__(self, api: Api):
         self._api = api
         self._llm = api.llm

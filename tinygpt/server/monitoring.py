@@ -55,7 +55,7 @@ LOG_SECONDS = 60.0  # asyncio's, and how often it is told
 
 
 class Metrics:
-    """Metrics of one app. Every series has the label model_name."""
+    """Every series has the label model_name."""
 
     def __init__(self, llm: LLM, model_name: str):
         disable_created_metrics()
@@ -199,8 +199,6 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
         fields = {"time": record.created, "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:

@@ -55,8 +55,6 @@ ANY_OBJECT = {"type": "object"}
 
 
 class Form(Strict):
-    """The body of a request."""
-
     model: ModelName | None = None
     split_special_tokens: bool | None = None
 
@@ -78,7 +76,7 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's. The last two fields change nothing here."""
+    """The last two fields of vLLM's change nothing here."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -133,7 +131,7 @@ _SAMPLING = {
 
 
 class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING)):
-    """Fields of SamplingParams under the same names, and fields that all generating requests have."""
+    """Fields of SamplingParams under the same names."""
 
     takes_adapter = True
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), Whole] | None = None
@@ -210,7 +208,7 @@ def _guide(name: str, form: Any) -> dict[str, tuple[str, Any]]:
 
 
 class Array(Strict):
-    """data: base64 of little-endian values."""
+    """data: base64, little-endian."""
 
     dtype: Literal["float16", "float32", "float64"] = "float32"
     shape: list[Count] = Field(max_length=4)
@@ -289,7 +287,6 @@ class ChatMessage(with_others("a chat's message", Strict)):
 
 
 def text_of(message: Any) -> str:
-    """Return the text of a message, or of its parts."""
     content = message.content
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

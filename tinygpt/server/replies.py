@@ -194,7 +194,6 @@ class Job:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
     def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole reply, for `json_parts`."""
         return {**self.head, "choices": self.choices(outputs), "usage": usage(outputs)}
 
     def begin(self) -> str:
@@ -229,7 +228,6 @@ class Job:
 
 
 def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
-    """Return the token ids, and pairs of id and log probabilities."""
     if isinstance(made, CompletionOutput):
         ids, logprobs = made.token_ids, made.logprobs or ()
     else:
@@ -292,7 +290,7 @@ class Completion(Job):
         self._described: tuple[int, list[dict[str, Any] | None]] = (-1, [])
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
-        """Return the choice; the first of a sample also has the prompt's part."""
+        """Put the prompt's part into a sample's first choice."""
         form = self.form
         prompt = self.prompts[i]
         index = i * self.params.n + made.index

@@ -61,7 +61,7 @@ Handler = TypeVar("Handler", bound=Callable)
 
 
 def route(path: str, *methods: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Mark a method as the handler of a path. options: FastAPI's."""
+    """options: FastAPI's."""
 
     def mark(handler: Handler) -> Handler:
         handler.route = path, methods, options
@@ -255,7 +255,6 @@ class RunningRequest:
             self.end()
 
     def _post(self, i: int, chunk: StreamChunk) -> None:
-        """Called by the engine's thread."""
         self._num_posted += 1
         now = time.perf_counter()
         if chunk.token_id is not None:

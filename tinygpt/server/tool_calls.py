@@ -93,7 +93,6 @@ class ToolCall:
     """The call that one text is, as it grows."""
 
     def __init__(self, names: list[str]):
-        """names: of the tools; of several, the text names one."""
         self.id = f"call_{secrets.token_hex(12)}"
         self._name = names[0] if len(names) == 1 else None
         self._is_wrapped = len(names) > 1

@@ -96,5 +96,5 @@ class Strict(BaseModel):
         return [name for name, field in cls.model_fields.items() if NumLogprobs in get_args(field.annotation)]
 
     def name_of(self, field: str) -> str | None:
-        """Return the name that this request has for a field of the engine; None if it has no such field."""
+        """Return this request's name of an engine's field; None without one."""
         return field if field.partition(".")[0] in type(self).model_fields else None

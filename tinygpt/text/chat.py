@@ -99,7 +99,7 @@ class Marks:
     """
 
     def __init__(self, special_tokens: Iterable[str]):
-        """Take the texts of special tokens. An object is for one conversation."""
+        """An object is for one conversation."""
         tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
         self._tokens = sorted(tokens)
@@ -107,7 +107,6 @@ class Marks:
         self._sign = secrets.token_hex(16)
 
     def guard(self, value: Any) -> Any:
-        """Return a JSON value with all its texts guarded."""
         if isinstance(value, list):
             return [self.guard(each) for each in value]
         if isinstance(value, dict):
@@ -138,7 +137,6 @@ class Marks:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return all texts and names of a JSON value."""
     found, left = [], [value]
     while left:
         value = left.pop()

@@ -44,7 +44,7 @@ def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
 
 
 def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
-    """Return merges, "left right" or [left, right], as pairs. Raise CheckpointError."""
+    """Read "left right" or [left, right]. Raise CheckpointError."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
     if (

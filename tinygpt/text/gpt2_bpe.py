@@ -130,7 +130,7 @@ def no_token_for(characters: Sequence[str]) -> RequestError:
 
 
 class Vocabulary(NamedTuple):
-    bytes_of: dict[int, bytes]  # by token id
+    bytes_of: dict[int, bytes]
     id_of_rank: dict[int, int]  # of tiktoken's ranks that are tokens
 
 
@@ -182,7 +182,7 @@ class AddedTokenSplitter:
 
 
 class ByteTokens:
-    _bytes: dict[int, bytes]  # by token id
+    _bytes: dict[int, bytes]
     special_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -201,7 +201,6 @@ class Tokenizer(TextEncoder):
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def tokenize(self, text: str, split_special_tokens: bool | None = None) -> list[str]:
-        """Return the tokens of `encode`'s ids."""
         return [str(self._model.token(token_id)) for token_id in self.encode(text, split_special_tokens)]
 
     @overload

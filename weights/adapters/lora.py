@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True)
 class _Contents:
-    """An adapter by the names of tensors. factors: A, B and scale; saved: of modules that were trained as a whole."""
+    """factors: A, B and scale; saved: of modules that were trained as a whole."""
 
     factors: dict[str, tuple[Tensor, Tensor, float]]
     replaced: dict[str, Tensor]
@@ -235,7 +235,7 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: Model) -> _Contents:
 
 
 def _factors(name: str, module: str, model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Return the names and shapes of the factors (r, in) and (out, r)."""
+    """Return names and shapes, (r, in) and (out, r)."""
     part, r = model.parts[name], lora.rank(module)
     out = part.shape[part.out_axis]
     inner = part.shape[1 - part.out_axis]

@@ -29,8 +29,6 @@ MAX_NAME = 500  # characters of a tensor's name, whose parts are matched
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The fields of adapter_config.json, the tensors, and all files that were read."""
-
     path: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
@@ -63,7 +61,7 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
 def _read(file: Path) -> Container:
     if file.suffix == ".safetensors":
         return read_safetensors(file)
-    from ..containers.torch import read_torch  # rarely needed
+    from ..containers.torch import read_torch
 
     return read_torch(file)
 
@@ -107,7 +105,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'."
         )
-    from ..hub import download_adapter  # rarely needed
+    from ..hub import download_adapter
 
     return download_adapter(given)
 

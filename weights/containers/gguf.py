@@ -141,7 +141,7 @@ class _Reader:
         return np.frombuffer(self._take(count * size), np.dtype(f"<{NUMBERS[kind]}")).tolist()
 
     def _place_of_tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """Return shape, type and offset; the innermost size is first in the file."""
+        """Read shape, type and offset, the innermost size first."""
         dimensions = self._number("I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")

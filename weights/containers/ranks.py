@@ -84,9 +84,6 @@ def latest(folder: Path, tracker: str) -> Path:
     return folder / name
 
 
-# Megatron-LM
-
-
 def find_megatron(folder: Path) -> Path | None:
     folder = latest(folder, MEGATRON_TRACKER)
     return folder if any(file.is_file() for file in _megatron_files(folder).values()) else None
@@ -103,9 +100,6 @@ def _megatron_files(folder: Path) -> dict[str, Path]:
         )
         for rank in rank_folders(folder)
     }
-
-
-# DeepSpeed, of models with experts
 
 
 def find_deepspeed(folder: Path) -> Path | None:
@@ -146,9 +140,6 @@ def _deepspeed_files(folder: Path) -> dict[str, Path]:
     if has_experts and not files:  # next to Megatron's own names
         files = {rank: path for rank, path in _megatron_files(folder).items() if path.is_file()}
     return dict(sorted(files.items()))
-
-
-# NeMo
 
 
 def read_nemo(path: Path) -> Container:

@@ -107,7 +107,7 @@ class Entry:
 
 
 def read_safetensors(path: Path) -> Container:
-    """Return the content of a safetensors file. Raise CheckpointError if it is damaged."""
+    """Raise CheckpointError for a damaged file."""
     file = MappedFile(path)
     # The library checks header and offsets. It copies tensors and has no bfloat16 for NumPy, so that they are mapped.
     with parsing(path, "safetensors file", SafetensorError), safe_open(path, framework="numpy"):

@@ -76,7 +76,6 @@ def read_tf_bundle(path: Path) -> Container:
 
 
 def _read_index(path: Path) -> list[tuple[ArchiveMember, str, tuple[int, ...]]]:
-    """Return each variable's bytes, dtype and shape."""
     records = _read_table(MappedFile(path).data[:])
     if b"" not in records:
         raise ValueError("it has no header")
@@ -129,7 +128,7 @@ def _num_shards(path: Path, header: bytes) -> int:
 
 
 def _shape(message: Any) -> tuple[int, ...]:
-    """Return the sizes in a TensorShapeProto, its repeated second field."""
+    """Read a TensorShapeProto's repeated second field."""
     shape = tuple(dict(_fields(value)).get(1, 0) for field, value in _fields(message) if field == 2)
     if not is_possible_shape(shape):
         raise ValueError("a variable of an impossible shape")

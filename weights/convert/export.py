@@ -43,7 +43,6 @@ class LayoutPart:
 
 
 def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
-    """Write model.safetensors as transformers' save_pretrained does."""
     entries = {
         part.name: Entry(dtype, part.shape, partial(_read, part, dtype)) for part in parts_of(checkpoint)
     }
@@ -60,7 +59,6 @@ def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
 
 
 def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
-    """Write model.safetensors with float8 matrices."""
     arrays: dict[str, np.ndarray] = {}
     for part in parts_of(checkpoint):
         array = np.ascontiguousarray(part.array())

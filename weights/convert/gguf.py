@@ -188,7 +188,7 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: bool | int | float | str | list[int] | list[str]) -> bytes:
-    """Return a value after ggml's number of its type. A list of ints is int32."""
+    """Put ggml's type before a value. A list of ints is int32."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(value)
     if not isinstance(value, list):

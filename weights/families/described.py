@@ -40,7 +40,6 @@ MAX_NAME = 1000  # characters
 # Characters of all names that a description gives, next to the file's own: biases may be absent, layers given twice.
 MAX_LENGTHS = 4
 _IN_LAYER = "|".join(map(re.escape, MODULES))
-# A parameter or a module.
 _OURS = re.compile(
     rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?"
 )
@@ -58,7 +57,7 @@ class Stored:
 
     @classmethod
     def of(cls, key: str, value: Any) -> "Stored | None":
-        """Raise ValueError for a value that is no name, no names and no null."""
+        """Raise ValueError for other values."""
         if value is None:
             return None
         fields = value if isinstance(value, dict) else {"names": value}
@@ -103,7 +102,6 @@ class Description:
 
     @classmethod
     def of(cls, names: Mapping[str, Any], **fields: Any) -> "Description":
-        """Raise ValueError for a value that is none."""
         left_out = [key for key in names if not _OURS.fullmatch(key)]
         if len(left_out) > MAX_LEFT_OUT:
             raise ValueError(f"{len(left_out)} patterns to leave out")
@@ -122,7 +120,7 @@ class Description:
         return None, Stored((parameter,))
 
     def names(self, parameter: str) -> Iterator[str]:
-        """Yield the names of a parameter, in which a head's * remains."""
+        """Yield names, in which a head's * remains."""
         key, stored = self.entry(parameter)
         layer, _, kind = split_name(parameter)
         end = "" if key is None or key.endswith(f".{kind}") else f".{kind}"
@@ -142,8 +140,6 @@ class Description:
 
 
 class Model:
-    """A source's tensors, as a description names them."""
-
     def __init__(self, description: Description, source: Source):
         self.description, self.source = description, source
         found = description.named(source)
@@ -179,7 +175,6 @@ class Model:
         return any(name.replace("*", "0") in self.tensors for name in names)
 
     def names(self, parameter: str) -> tuple[str, ...]:
-        """Return the names of a parameter, of all heads."""
         each = ((name, self.heads if "*" in name else 1) for name in self.description.names(parameter))
         return tuple(name.replace("*", str(i)) for name, n in each for i in range(n))
 
@@ -187,7 +182,7 @@ class Model:
         return any(name in self.tensors for name in self.names(parameter))
 
     def shape(self, parameter: str) -> Shape:
-        """Return the shape of a matrix, of its first part. Raise CheckpointError if it is absent."""
+        """Return that of a first part. Raise CheckpointError if it is absent."""
         names = self.names(parameter)
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
         if len(shape) != 2:
@@ -203,7 +198,7 @@ class Model:
                 f"is missing {listed(self.names(HEAD))}, which {TENSOR_NAMES} gives for {key}."
             )
         V, C = self.shape(HEAD if has_head and not self.has_any(EMBEDDING) else EMBEDDING)
-        inner = "h.0.mlp.c_fc.weight"  # of any layout
+        inner = "h.0.mlp.c_fc.weight"
         sizes = {
             "vocab_size": V,
             "n_embd": C,
@@ -310,7 +305,7 @@ def _length(has: Callable[[int], bool]) -> int:
 
 
 def _with_queries_by(factor: float, array: np.ndarray) -> np.ndarray:
-    """Return queries, keys and values, of which queries, the first third of rows, are multiplied."""
+    """Multiply the queries, the first third of rows."""
     scaled = array.copy()
     scaled[: len(array) // 3] *= np.float32(factor)
     return scaled

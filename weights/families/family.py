@@ -111,7 +111,6 @@ def as_is(axis: int | None = None) -> Transform:
 
 
 AS_IS = as_is()
-# Of a matrix (in, out).
 TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])
 
 
@@ -151,7 +150,7 @@ NO_BIAS = TensorRule((), default=zeros)  # one in the files is unexpected
 
 
 def rule_in_out(parameter: str, name: str) -> TensorRule:
-    """Return the rule of a family whose matrices of layers are (in, out)."""
+    """Take matrices of layers as (in, out)."""
     return TensorRule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)
 
 
@@ -200,12 +199,7 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name, described_by: of the model and the place of its configuration, for messages. config: raises one
-    CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
-    ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
-    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of
-    a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
-    """
+    name, described_by: of the model and the place of its configuration, for messages. config: raises one CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules. ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters."""
 
     name: str
     described_by: str
@@ -364,8 +358,6 @@ def refuse_other_heads(source: Source, n_head: Any) -> None:
 
 
 class Shapes:
-    """The shapes of tensors, of the first part of each, by name."""
-
     def __init__(self, source: Source, tensors: Iterable[NamedTensor] | None = None):
         tensors = as_named(source) if tensors is None else tensors
         self._source = source

@@ -95,7 +95,7 @@ def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
 
 
 def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the tokenizer of a GGUF file, from its keys after "tokenizer.ggml.". Raise CheckpointError."""
+    """about: keys after "tokenizer.ggml.". Raise CheckpointError."""
     if not _is_gguf_tokenizer(about):
         raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
     if about.get("model") != "gpt2" or about.get("pre", "default") not in ("gpt-2", "default", "bloom"):

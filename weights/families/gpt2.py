@@ -39,7 +39,7 @@ _CHECKS = {
 WRAPPERS = ("transformer", "model", "module", "_orig_mod")
 _WRAPPERS = re.compile(rf"(({'|'.join(WRAPPERS)})\.)+")
 MODEL = "model"  # the key of the model next to an average of it
-# Keys of a training run's state, whose tensors are no parameters.
+# Keys of a training run's state.
 _OF_TRAINING = re.compile(r"(?i)\w*(optim|sched|scaler)\w*|(\w*_)?rng(_\w*)?|ema(_\w*)?|opt|callbacks|loops")
 MAX_KEY = 60  # characters
 BESIDE = "beside the model: "
@@ -92,10 +92,7 @@ def named_in(tables: tuple[str, ...], source: Source, has_wrappers: bool = True)
 
 
 def is_beside(source: Source, name: str, holder: str | None) -> bool:
-    """Return whether a tensor, outside a dictionary, is known to be no parameter.
-
-    A number, of a training run, or next to nanoGPT's model.
-    """
+    """Return whether a tensor is a number, of a training run, or next to nanoGPT's model."""
     if source.container.dicts.get(name, holder) == holder:
         return False
     tensor = source.container.tensors[name]
@@ -120,7 +117,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _is_gpt2s(source: Source) -> bool:
-    """Decide by config.json, and by names if it has no model_type, as one of few fields may."""
+    """Decide by names if config.json has no model_type, as one of few fields may."""
     if source.config_json is None or source.model_type is not None:
         return source.model_type == "gpt2"
     return any(canonical_name(name).endswith((EMBEDDING, HEAD)) for name in source.container.tensors)
@@ -155,7 +152,7 @@ _HPARAMS = {
     **{name: name for name in ("n_embd", "n_head", "n_layer")},
 }
 WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array: array[0].T)
-# Variables of further training: the optimizer's averages, and counts of steps.
+# The optimizer's averages, and counts of steps.
 _OPTIMIZER = r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)"
 
 
@@ -182,7 +179,7 @@ def _openai_config(source: Source) -> ModelConfig:
 
 
 def _openai_rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Return the rules: matrices were convolutions of width 1, (1, in, out), and the head is the embedding."""
+    """Read convolutions of width 1, (1, in, out); the head is the embedding."""
     return {
         name: TensorRule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
         for name in parameter_shapes(config)
@@ -200,7 +197,7 @@ OPENAI = Family(
 )
 
 
-# Tokenizers in the form of a tokenizer.json: byte-level BPE of GPT-2 and BLOOM.
+# As in a tokenizer.json: byte-level BPE of GPT-2 and BLOOM.
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 # BLOOM's words are of anything but white space and the punctuation of several scripts.
@@ -227,14 +224,14 @@ def byte_level_tokenizer(
 
 
 def is_blooms_kind(spec: Mapping[str, Any]) -> bool:
-    """Return whether a tokenizer is byte-level BPE of BLOOM's words, with nothing around a text."""
+    """Accept BPE of BLOOM's words, with nothing around a text."""
     has_words = any(spec["pre_tokenizer"] == _blooms_pre_tokenizer(trims) for trims in (True, False))
     has_bytes = all((spec[name] or {}).get("type") in kinds for name, kinds in _AROUND_BLOOM.items())
     return has_words and has_bytes and spec["model"]["type"] == "BPE"
 
 
 def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
-    """Return BLOOM's cut into words. trim_offsets: changes no token."""
+    """trim_offsets: changes no token."""
     words = {"type": "Split", "pattern": {"Regex": _BLOOM_WORDS}, "behavior": "Isolated", "invert": False}
     byte_level = {**_BYTE_LEVEL, "trim_offsets": trim_offsets, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [words, byte_level]}

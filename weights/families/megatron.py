@@ -134,7 +134,6 @@ _SIZES = {
 
 
 def settings_of(source: Source) -> dict[str, Any]:
-    """Return NeMo's settings, or the arguments in the first rank."""
     members = source.container.archive_members
     if members:
         return read_yaml_object(f"{source.path}: {NEMO_CONFIG}", members[NEMO_CONFIG].text())
@@ -164,7 +163,7 @@ def config_of(
     inner: str = "layers.0.mlp.dense_h_to_4h.weight",
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
-    """Return the configuration by settings and shapes. inner: the tensor that shows an MLP's width."""
+    """inner: the tensor that shows an MLP's width."""
     n = parts_of(source)
     seen = Shapes(source, tensors).sizes(NAMES.of(EMBEDDING), NAMES.of(POSITIONS), (inner, 0), r"layers\.")
     seen = {name: size * n if name in ("vocab_size", "n_inner") else size for name, size in seen.items()}
@@ -186,7 +185,7 @@ def config_of(
 
 
 def _number(value: Any) -> Any:
-    """Return the number of a text, as YAML takes 1e-5 for one."""
+    """Read 1e-5, which YAML takes for a text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

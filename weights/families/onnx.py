@@ -122,7 +122,6 @@ def _refuse(source: Source, graph: Graph) -> None:
 
 
 def _seen(source: Source) -> dict[str, Any]:
-    """Return the fields that operations show: heads, the activation, and the epsilon of layer norms."""
     graph, seen = source.container.graph, {}
     sums = {node.outputs[0]: node for node in graph.nodes if node.kind == "Add" and node.outputs}
     for name, shape in graph.inputs.items():  # cached keys and values: (B, H, T, D), or (2, B, H, T, D)
@@ -151,7 +150,7 @@ def _activation(node: Node) -> str | None:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Return the rules: matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
+    """Take matrices as (in, out), unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
     rules = {}

@@ -23,7 +23,7 @@ _LAYER = (
 
 
 def roles_of(graph: Graph) -> dict[str, str]:
-    """Return names of tensors by parameter, without the head; none of another graph than a fused GPT-2's."""
+    """Return names by parameter, without the head; none for other graphs."""
     given = {*graph.inputs}
     nodes: list[Node] = []
     for node in graph.nodes:

@@ -113,7 +113,7 @@ def described(
     is_tied: bool = False,
     **fields: Any,
 ) -> Family:
-    """Return the family of a description. activation: of the program, which its files do not say, or None."""
+    """activation: of the program, which its files do not say, or None."""
     description = Description.of(names, **fields)
     model = partial(Model, description)
 
@@ -172,7 +172,7 @@ def described(
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Return the characters of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
+    """Read meta.pkl, next to the checkpoint or in nanoGPT's data folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
     places = [source.folder / "meta.pkl"]
     if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
@@ -187,7 +187,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 
 
 def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
+    """Raise CheckpointError, which names `place`."""
     if any(
         len(character) != 1 or type(token_id) is not int or token_id < 0
         for character, token_id in ids.items()
@@ -210,7 +210,7 @@ def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
-    """Return the family of a tensor_names.json. Raise CheckpointError if it is none, or of another model_type."""
+    """Raise CheckpointError if names are none, or of another model_type."""
     if source.model_type not in (None, "gpt2"):
         raise source.error(
             f"has a {TENSOR_NAMES} by GPT-2's parameters and the model_type {source.model_type!r}: give "

@@ -63,7 +63,7 @@ class _Modules:
         return any(re.search(words, module, re.IGNORECASE) for module in self.left)
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
-        """Return the one module of a shape whose name has the words; a norm has a bias. None: any size."""
+        """Return the one whose name has the words; a norm has a bias. None: any size."""
         found = [
             module
             for module, part in self.left.items()
@@ -94,7 +94,7 @@ def _is_like(part: Part, wanted: tuple[int | None, ...]) -> bool:
 
 
 def proposed_names(source: Source, layout: str) -> dict[str, Any]:
-    """Return the content of a TENSOR_NAMES. Raise CheckpointError if there is no answer, or more than one."""
+    """Raise CheckpointError if there is no answer, or more than one."""
     try:
         return _proposed(source, LAYOUTS[layout], layout.endswith("-qkv"))
     except _UndecidedError as error:
@@ -134,13 +134,13 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
 
 
 def _of_heads(name: str, each: list[StoredTensor], C: int) -> str:
-    """Return the name with a * for a head's number: of the head's matrix (D, C)."""
+    """Put a * for a head's number: of the head's matrix (D, C)."""
     is_of_head = len(each[0].shape) == 2 and each[0].shape[0] < C == each[0].shape[1]
     return _NUMBER.sub("*", name) if is_of_head else name
 
 
 def _table(ours: str, is_named: bool = True) -> str:
-    """Return the expression of names with a table's words, unless they are any, and without the others' words."""
+    """Match names with a table's words, unless they are any, without the others'."""
     has = {table: rf"(?:.*[._])?(?:{words})(?:[._]|\Z)" for table, words in _TABLES.items()}
     return (
         rf"\A{''.join(f'(?!{has[table]})' for table in has if table != ours)}{has[ours] if is_named else ''}"
