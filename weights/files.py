@@ -48,9 +48,10 @@ def looks_local(name: str) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading.
+    """Open a file of a checkpoint's folder.
 
-    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer."""
+    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if path.is_symlink():

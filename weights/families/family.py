@@ -199,7 +199,12 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name, described_by: of the model and the place of its configuration, for messages. config: raises one CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules. ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters."""
+    name, described_by: of the model and the place of its configuration, for messages. config: raises one
+    CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
+    ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
+    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of
+    a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
+    """
 
     name: str
     described_by: str

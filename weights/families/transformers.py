@@ -43,7 +43,11 @@ Fields = Mapping[str, Any]
 class ModelType:
     """A model_type of transformers.
 
-    defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's names of them; computed: other fields of ModelConfig; structure: of STRUCTURE. rule: of a parameter, from the rule by `names` alone. wrappers: prefixes of names in files, and `prefix` transformers' own. beside: names without a prefix. ignored: patterns of unused names. is_in_out: matrices of layers are (in, out)."""
+    defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's names of them; computed:
+    other fields of ModelConfig; structure: of STRUCTURE. rule: of a parameter, from the rule by `names` alone.
+    wrappers: prefixes of names in files, and `prefix` transformers' own. beside: names without a prefix. ignored:
+    patterns of unused names. is_in_out: matrices of layers are (in, out).
+    """
 
     name: str
     family_name: str
@@ -114,6 +118,7 @@ class ModelType:
 
 # GPT-1 (Radford et al., 2018): GPT-2 with its layer norms after the blocks.
 
+# As its code computes them.
 _GPT1_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "swish"}
 OPENAI_GPT = ModelType(
     "openai-gpt",
