@@ -152,7 +152,7 @@ async def open_loop(url: str, bodies: Iterator[dict[str, Any]], rate: float, cou
 
 
 def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
-    """Return rates a second, and medians and 99th percentiles in ms. Goodput: requests within both limits."""
+    """Return rates a second, medians and 99th percentiles in ms. Goodput: requests within both limits."""
     done = [reply for reply in replies if reply.is_complete]
     seconds = max((r.token_times[-1] for r in done), default=0.0) - min(r.sent for r in replies)
     good = sum(reply.ttft <= ttft and reply.tpot <= tpot for reply in done)

@@ -17,8 +17,6 @@ TALK = [{"role": "user", "content": PROMPT}]
 
 
 class Animal(BaseModel):
-    """An animal of the tale."""
-
     kind: Literal["fox", "wolf", "cat"]
 
 

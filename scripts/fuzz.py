@@ -227,7 +227,6 @@ FORMATS = {
 
 
 def edit_bytes(draw: Callable, data: bytes) -> bytes:
-    """Flip a bit, overwrite or repeat a piece, or cut one out."""
     if not data:
         return b"\0"
     place = draw(st.integers(0, len(data) - 1))
@@ -241,7 +240,6 @@ def edit_bytes(draw: Callable, data: bytes) -> bytes:
 
 
 def edit_json(draw: Callable, data: bytes) -> bytes:
-    """Replace, drop, rename, or nudge one value of the tree."""
     root = {"": json.loads(data)}
     node, key = root, ""
     while isinstance(node[key], (dict, list)) and node[key] and (node is root or draw(st.booleans())):

@@ -42,8 +42,6 @@ Edit = Callable[[Tensors, Checkpoint, list[int]], None]
 
 @dataclass(frozen=True)
 class Quality:
-    """One dtype compared with float32."""
-
     perplexity: float
     mean_kl: float  # nats
     mean_difference: float
@@ -215,7 +213,7 @@ def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -
 
 
 def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
-    """Return folders with the dtypes that only `tinygpt convert` makes, by name."""
+    """Make the dtypes that only `tinygpt convert` makes."""
     folder.mkdir()
     wanted = {"float8": ["--dtype", "float8"]}
     if text is not None:
@@ -229,7 +227,6 @@ def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
 
 
 def quality_table(results: dict[str, dict[str, Quality]]) -> str:
-    """Return results[checkpoint][dtype] as markdown."""
     header = ["checkpoint", "dtype", "perplexity", "change", "KL"]
     header += ["logits: mean difference", "largest", "same greedy token"]
     rows = []

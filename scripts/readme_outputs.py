@@ -41,8 +41,6 @@ MEASURED = re.compile(r"\d[\d,.]*(?= (tokens/s|ms|s|kernels compiled)\b)")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an output in a README, and the command that makes it."""
-
     start: int
     stop: int
     command: tuple[str, ...]

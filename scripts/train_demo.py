@@ -84,7 +84,7 @@ def read_documents(path: Path) -> list[str]:
 
 
 def train_tokenizer(documents: Iterable[str], num_merges: int, folder: Path) -> None:
-    """Write vocab.json and merges.txt of a byte-level BPE: 256 bytes, the merges in order, then the end of text."""
+    """Write a byte-level BPE: 256 bytes, the merges in order, then the end of text."""
     from tokenizers import Tokenizer as Trainable
     from tokenizers import models, pre_tokenizers, trainers
 

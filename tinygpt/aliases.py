@@ -161,7 +161,7 @@ def renamed(
 
 
 def revalued(word: str, rest: list[str], flags: Collection[str]) -> list[str]:
-    """Return our words for a flag of ours, of which VALUES change the value, which is taken from `rest`."""
+    """Apply VALUES to a flag of ours, whose value is taken from `rest`."""
     name, equals, value = word.partition("=")
     is_missing = not equals and (not rest or rest[0].startswith("-"))
     found = VALUES.get((name, value if equals else next(iter(rest), None)))
@@ -176,7 +176,6 @@ def revalued(word: str, rest: list[str], flags: Collection[str]) -> list[str]:
 
 
 def as_meant(words: Sequence[str]) -> list[str]:
-    """Return the words, of which MEANINGS change some."""
     end = words.index("--") if "--" in words else len(words)  # words after it are text
     meant = [*words[:end]]
     for flag, changes in MEANINGS.items():
@@ -187,7 +186,6 @@ def as_meant(words: Sequence[str]) -> list[str]:
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown flag or command."""
     if name not in HINTS:
         return suggest(name, known)
     return f"; {HINTS[name]}" if HINTS[name] else ""

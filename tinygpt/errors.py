@@ -71,7 +71,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 @contextmanager
 def work_started_by(work: Sized) -> Iterator[None]:
-    """Mark the block's error as raised after work had started, if `work` is not empty."""
+    """Mark the block's error, if `work` is not empty."""
     try:
         yield
     except TinyGPTError as error:

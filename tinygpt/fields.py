@@ -38,7 +38,6 @@ class FieldRule:
 def option(
     default: Any, rule: FieldRule, metavar: str | None, text: str, group: str = "sampling", **more: Any
 ) -> Any:
-    """Return a dataclass field, whose metadata the command line and the documentation read."""
     return field(
         default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more
     )
@@ -56,7 +55,7 @@ def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return keywords, of which those of other programs have our `names`. Raise RequestError if two name one thing."""
     if given.keys() <= {*names}:
         return given
-    from .aliases import renamed  # rarely needed
+    from .aliases import renamed
 
     return renamed(given, names)
 

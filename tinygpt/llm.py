@@ -89,7 +89,7 @@ class LLM(Front[RequestFuture], LookMethods):
         self._inputs = InputProcessor(source, args, engine_config, points)
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
-            from .engine.classifier import read_heads  # rarely needed
+            from .engine.classifier import read_heads
 
             self._classifier, note = read_heads(source.checkpoint)
             logger.warning(note)
@@ -203,7 +203,7 @@ class LLM(Front[RequestFuture], LookMethods):
 
     def session(self) -> "Session":
         """Return an empty session: each turn computes its new tokens alone."""
-        from .text.session import Session  # rarely needed
+        from .text.session import Session
 
         self.engine.check_open()
         return Session(self, [])

@@ -381,6 +381,6 @@ def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm, noun: str = "prompt
 
 
 def in_order(finished: Iterable[tuple[int, Result]], total: int, use_tqdm: UseTqdm) -> list[Result]:
-    """Return the results of `as_finished` by their indices, with a bar."""
+    """Return results by their indices, with a bar."""
     results = dict(with_bar(finished, total, use_tqdm))
     return [results[i] for i in sorted(results)]

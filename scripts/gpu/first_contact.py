@@ -137,7 +137,7 @@ def grant(device: Any, kib: int = 100) -> None:
 
 
 def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> None:
-    """Replay a graph of kernels, each of which may begin before its predecessor has ended."""
+    """Replay kernels, each of which may begin before its predecessor has ended."""
     counts = device.zeros((blocks,), np.int32)
     launch = partial(device.launch, count_up, blocks, threads, counts)
     launch()  # compiled before the capture

@@ -252,7 +252,7 @@ def provide_python(peer: Peer, work: Path) -> Path:
 
 
 def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None:
-    """Run a command in scripts/. Raise PeerError with its last line if it fails."""
+    """Raise PeerError with the command's last line if it fails."""
     options = {"env": os.environ | variables, "cwd": SCRIPTS}
     with log.open("w") as output:
         status = subprocess.run(command, stdout=output, stderr=output, **options).returncode

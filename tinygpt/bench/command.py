@@ -152,7 +152,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
+    """Size the thread pools before any library is imported."""
     if args.threads is None and has_ranks(args):
         from ..ranks.mpi import process_world, rank_threads
 

@@ -26,20 +26,18 @@ SAMPLING = ("process_logits", "sample", "filter_logits", "top_logprobs")
 class Run:
     """Seconds of one repetition. A pass counts as prompt while any sequence is in its prompt."""
 
-    prompt: float  # forward passes that read prompts
-    generation: float  # forward passes that decode
-    sampling: float  # choosing tokens
+    prompt: float  # passes that read prompts
+    generation: float  # passes that decode
+    sampling: float
     first_token: float  # from the call of generate to the first token of the last prompt
     total: float  # the whole LLM.generate
-    num_steps: int  # forward passes
+    num_steps: int  # passes
     num_prompt_steps: int = 0  # passes that read prompts
     together: float = 0.0  # passes in which all sequences decode one token
     num_together: int = 0
 
 
 class HostMeter:
-    """The clock of the host and the memory of this process."""
-
     has_multi_step = False  # several steps in one call would be one pass to the clock
     warmups = 1
     gpu = ""
@@ -96,7 +94,6 @@ class TimedRunner:
 
     @cached_property
     def backend(self) -> SimpleNamespace:
-        """Return the functions that choose tokens."""
         of_backend = {name: getattr(self._runner.backend, name) for name in SAMPLING}
         return SimpleNamespace(**{n: partial(self._timed, (CHOICE,), f) for n, f in of_backend.items()})
 
@@ -134,7 +131,7 @@ class TimedRunner:
 def measure(
     llm: LLM, case: Case, repetitions: int, meter: Meter | None = None, **sampling: Any
 ) -> tuple[Run, ...]:
-    """Measure a case after a warm-up, with an LLM of prefix_cache_seqs=0 and slots for the whole batch.
+    """Measure a case after a warm-up, with prefix_cache_seqs=0 and slots for the batch.
 
     sampling: fields of SamplingParams (default: greedy).
     """

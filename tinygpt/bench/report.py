@@ -89,7 +89,7 @@ X_LABELS = {
 
 
 def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Record:
-    """Return the record of a test, with llama-bench's keys and the keys of this module's docstring."""
+    """Return llama-bench's keys and the keys of this module's docstring."""
     config = plan.config
     case = test.case
     dtype = test.dtype
@@ -184,7 +184,6 @@ def build() -> tuple[str, int]:
 
 
 def to_markdown(records: Sequence[Record]) -> str:
-    """Return the table, the meaning of its columns and the measured limits."""
     shown = [
         record | {"peak_megabytes": record["peak_memory"] and record["peak_memory"] / 1e6}
         for record in records
@@ -220,7 +219,7 @@ def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], numbers: Collection[str] = ()) -> str:
-    """Return a markdown table; columns with titles in `numbers` are aligned to the right."""
+    """Align columns with titles in `numbers` to the right."""
     rule = ["---:" if title in numbers else "---" for title in header]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
@@ -320,7 +319,7 @@ class Panel:
 
 
 def check_picture(path: Path) -> None:
-    """Raise RequestError if pictures cannot be drawn, or not in this format."""
+    """Raise RequestError without matplotlib, or for another format."""
     if path.suffix.lower() not in SUFFIXES:
         raise RequestError(f"the picture {path} must end in {' or '.join(SUFFIXES)}.")
     try:

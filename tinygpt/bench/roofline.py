@@ -82,7 +82,7 @@ def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
 
 
 def work_of(case: Case, run: "Run", config: ModelConfig, dtype: str, kv_cache_dtype: str) -> Work:
-    """Return the work of a run: of reading the prompts, or of the passes in which the whole batch decodes."""
+    """Return the work of reading prompts, or of passes in which the whole batch decodes."""
     if not case.new_tokens:
         tokens = case.batch_size * case.prompt_length
         num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends

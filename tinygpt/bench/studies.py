@@ -1,7 +1,6 @@
 """Published studies of GPT-2's speed as rows of data: `bench --preset NAME` repeats one on this machine.
 
-A row of STUDIES holds a study's cases, the columns of its table, and the published figures with their source. A new
-study is one more row.
+A row of STUDIES holds a study's cases, the columns of its table, and the published figures with their source.
 """
 
 import statistics
@@ -300,7 +299,7 @@ def derived(records: list[Record]) -> list[Record]:
 
 
 def study_text(study: Study, options: Options, records: list[Record], notes: list[str]) -> str:
-    """Return the study's page: our rows, next to or above the published figures, and notes."""
+    """Put our rows next to or above the published figures, and add notes."""
     header = [*study.columns, *(f"published: {title}" for title in study.published_columns)]
     absent = (ABSENT,) * len(study.published_columns)
     rows = []
@@ -335,7 +334,7 @@ def _here(study: Study, options: Options, gpu: str) -> str:
 
 
 def draw_study(study: Study, options: Options, records: list[Record], path: Path) -> None:
-    """Draw our results and the published figures. Raise RequestError as `check_picture` does."""
+    """Raise RequestError as `check_picture` does."""
     lines: Lines = {}
     has_lengths = len({(record["n_prompt"], record["n_gen"]) for record in records}) > 1
     for record in derived(records):

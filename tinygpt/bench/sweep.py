@@ -75,8 +75,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Test:
-    """A measured case."""
-
     dtype: str
     threads: int
     case: Case
@@ -134,7 +132,6 @@ def _check_numbers(flag: str, numbers: Collection[int], least: int, also: str = 
 
 
 def run(plan: Plan, dtype: str, threads: int) -> Iterator[Test]:
-    """Measure the cases of a plan in one dtype, and yield each once measured."""
     meter = meter_of(plan.device)
     how = {"threads": threads, "device": plan.device, "kv_cache_dtype": plan.caches[dtype], **plan.sizes}
     with LLM(plan.model, dtype, **how) as llm:
@@ -292,7 +289,7 @@ def _study_record(
 
 @contextmanager
 def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tuple[str, int]]:
-    """Serve a model in another process; yield its URL and process id. Raise RequestError if it does not start."""
+    """Yield URL and process id of a server. Raise RequestError if it does not start."""
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
     for name, value in flags.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]

@@ -105,7 +105,7 @@ Found = tuple[int, "RequestOutput | FailedRequestError"]
 
 @dataclass(frozen=True)
 class Run:
-    """The prompts that this run answers. `write` takes a record's line; `total` counts the answered prompts too."""
+    """`write` takes a record's line; `total` counts the answered prompts too."""
 
     args: argparse.Namespace
     pending: list[PromptRecord]
@@ -207,8 +207,6 @@ def in_order(outputs: Iterable[Found]) -> Iterator[Found]:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The records that an earlier run left in the output file."""
-
     ids: frozenset[str | int] = frozenset()
     num_failed: int = 0  # records with an error
     dtype: str | None = None  # None: there are no records

@@ -79,8 +79,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """The messages so far, and commands."""
-
     def __init__(self, llm: "LLM", template: "Template", params: SamplingParams, args: argparse.Namespace):
         self._llm = llm
         self._template = template

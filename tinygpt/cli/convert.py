@@ -197,7 +197,6 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the arrays to write, and the metadata of the file."""
     from ..engine.model_runner import load_tokenizer, reading
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales

@@ -38,8 +38,6 @@ THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its flags, and the function that runs it."""
-
     add_arguments: Callable[[argparse.ArgumentParser], Any]
     run: Callable[[argparse.Namespace], None]
     arguments: str = "[flags]"  # with MODEL, a word that is --model
@@ -71,7 +69,7 @@ def _with_default(about: str, default: Any) -> str:
 
 
 def _options(field: Field, default: Any) -> dict[str, Any]:
-    """Return arguments of add_argument for a field of LLMArgs or SamplingParams."""
+    """field: of LLMArgs or SamplingParams."""
     rule = field.metadata["rule"]
     about = field.metadata["help"]
     if rule.repeats and "several" not in about:
@@ -104,7 +102,7 @@ def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> No
 def add_group(
     parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS, **changes: dict[str, Any]
 ) -> argparse._ArgumentGroup:
-    """Add a group "model" with these flags; `changes` are those of `add_flag`, by name."""
+    """changes: those of `add_flag`, by name."""
     group = parser.add_argument_group("model")
     for name in names:
         add_flag(group, name, **changes.get(name, {}))
@@ -112,7 +110,6 @@ def add_group(
 
 
 def add_checkpoint(parser: argparse._ActionsContainer, **changes: Any) -> None:
-    """Add --model and --json."""
     add_flag(parser, "model", **changes)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
@@ -136,7 +133,7 @@ def add_color(add: Callable[..., Any]) -> None:
 
 
 def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:
-    """Return the arguments of LLM; `more` are those without a flag."""
+    """more: arguments without a flag."""
     given = {field.name: getattr(args, flag) for flag, field in MODEL_FLAGS.items() if flag in args}
     for name in ("lora_modules", "soft_prompts"):
         given[name] = dict(given.get(name) or ())
@@ -160,7 +157,7 @@ def set_thread_pools(threads: int | None) -> None:
 
 
 def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
-    """Return the model of the flags, and the seconds to load it; `more` are arguments of LLM without a flag."""
+    """Return the model, and the seconds to load it. more: as in `llm_args`."""
     started = time.perf_counter()
     set_thread_pools(args.threads)
     gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _write_names(path: Path, layout: str) -> None:
-    """Raise CheckpointError for a model that loads, without one answer by which it would, and next to an older file."""
+    """Raise CheckpointError for a model that loads, or without one answer, or next to an older file."""
     from ..weights.containers.formats import read_weights
     from ..weights.families.family import Source
     from ..weights.families.proposal import proposed_names
@@ -350,7 +350,7 @@ def _print_machine(report: dict[str, dict[str, Any]]) -> None:
 
 
 def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[str, Any]]:
-    """Return the report by section. Sizes are in bytes, the bandwidth in bytes a second."""
+    """Return sections. Sizes are in bytes, the bandwidth in bytes a second."""
     import numpy as np
     from llvmlite import binding
 

@@ -235,7 +235,7 @@ def _own_words(
 
 
 def _explain_commands(words: Sequence[str]) -> NoReturn:
-    """Print the help, the version or the error of a command line without a known command, and exit."""
+    """Print help, version or error of a line without a known command, and exit."""
     parser = _parser("tinygpt", "COMMAND [flags]", DESCRIPTION, EXAMPLES)
     parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
@@ -252,7 +252,7 @@ def _explain_commands(words: Sequence[str]) -> NoReturn:
 
 
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command; is_all: show rare flags in --help too."""
+    """is_all: show rare flags in --help too."""
     command = _command(name)
     parser = _parser(f"tinygpt {name}", command.arguments, COMMANDS[name], EPILOG)
     command.add_arguments(parser)
@@ -312,7 +312,7 @@ def _prepare_streams() -> None:
 
 
 def _flush_streams() -> None:
-    """Flush both streams; Python would flush a broken one at its exit, with another exit code."""
+    """Flush both: Python would flush a broken one at its exit, with another exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -117,7 +117,7 @@ def _shown(text: str) -> str:
 
 
 def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(temperature=0.0)  # nothing is drawn
+    parser.set_defaults(temperature=0.0)
     about = "the text, in quotation marks; - is stdin (default: all of stdin, as it is)"
     parser.add_argument("text", nargs="?", metavar="TEXT", help=about)
     about = (

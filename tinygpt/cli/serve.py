@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _try_first(llm: "LLM", args: argparse.Namespace) -> None:
-    """Answer what most clients send once: what compiles for the first client would hold up all others."""
+    """Answer each once: what compiles for the first client would hold up all others."""
     room = llm.max_model_len - 1
     if args.device == "reference" or not room:
         return

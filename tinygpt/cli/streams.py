@@ -262,7 +262,7 @@ def read_plain_text(flag: str, path: str | Path) -> str:
 
 def stdin_lines(reader: str) -> Iterator[str]:
     """Yield lines of stdin without their ends; on a terminal with editing and a history. reader: for errors."""
-    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+    if sys.stdin is None:
         raise RequestError(f"{reader} reads lines from stdin, which is closed.")
     if sys.stdin.isatty():
         yield from _typed_lines()
@@ -290,8 +290,6 @@ def _typed_lines() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One line of a file of prompts."""
-
     line: int  # counted from 1
     id: str | int
     prompt: str | list[int]
@@ -315,7 +313,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
 
 def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
-    """Return the reader's result for each line. Raise RequestError that lists every line with an error."""
+    """Raise RequestError that lists every line with an error."""
     results, problems = [], []
     for number, read in readers.items():
         try:

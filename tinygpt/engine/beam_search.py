@@ -43,8 +43,6 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Beam:
-    """The new tokens of a sequence, and the sum of their scores."""
-
     token_ids: list[int]
     total: float
     # For each token, the index of the beam that it continued, among the beams of that step.

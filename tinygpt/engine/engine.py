@@ -95,7 +95,7 @@ class Engine:
             self._queued.update(futures)  # last: after an interrupt none may count that never ends
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which the engine's thread calls between two steps."""
+        """Call `work` in the engine's thread, between two steps."""
         self.refuse_own_thread()
         future: ThreadFuture[T] = ThreadFuture()
         self._post(partial(future.settle, work))

@@ -72,8 +72,6 @@ class LimitError(Exception):
 
 
 class Grammar:
-    """One grammar's process."""
-
     def __init__(self, matchers: "Matchers | None" = None, channel: socket.socket | None = None):
         self._matchers = matchers
         self._channel = channel
@@ -177,8 +175,6 @@ class State:
 
 
 class Matchers:
-    """The samples of one grammar, in its process."""
-
     def __init__(self, tokens: list[bytes], special_token_ids: list[int]):
         import llguidance
 

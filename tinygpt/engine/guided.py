@@ -1,4 +1,4 @@
-"""Guided decoding: the tokens that a grammar allows next. A process for each grammar works on it."""
+"""Guided decoding: the tokens that a grammar allows next."""
 
 import functools
 import re
@@ -28,8 +28,6 @@ class Mask(NamedTuple):
 
 
 class Guidance:
-    """The guides of one model's requests."""
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, has_open_schemas: bool = False):
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
         self._has_open_schemas = has_open_schemas

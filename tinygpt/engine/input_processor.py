@@ -147,7 +147,7 @@ class InputProcessor:
         prompt, virtual, fitted = self._fit(prompt, params)
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
-            from .beam_search import Beams  # rarely needed
+            from .beam_search import Beams
 
             eos_token_ids = self._eos_token_ids(fitted.params)
             Beams(sequences, eos_token_ids, partial(self._text_stream, fitted.params))
@@ -190,7 +190,7 @@ class InputProcessor:
     def _read_pair(
         self, before: str | list[int], after: str | list[int], split: bool | None
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of a context, and of its continuation. `LLM.score` says where one ends."""
+        """Split as `LLM.score` says."""
         if not after:
             raise RequestError("a text to score is empty and must have a token.")
         are_texts = isinstance(before, str) and isinstance(after, str)
@@ -306,7 +306,7 @@ class InputProcessor:
         self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
     ) -> "Captures":
         """Return the captures of `count` texts of `length` positions. Raise RequestError."""
-        from ..look.captures import Captures, check_size  # rarely needed
+        from ..look.captures import Captures, check_size
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
@@ -378,7 +378,7 @@ class SoftPrompts:
         self._lock = threading.Lock()
         self._named: dict[str, VirtualTokens] = {}
         for name, source in sources.items():
-            from ..weights.adapters.peft import read_soft_prompt  # rarely needed
+            from ..weights.adapters.peft import read_soft_prompt
 
             self._named[name] = self._add(read_soft_prompt(source, config, name))
         self._next_id = SINGLE_USE_IDS

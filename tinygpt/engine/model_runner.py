@@ -51,7 +51,7 @@ class ModelSource:
 
     @classmethod
     def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
-        """Open the checkpoint once, to run in each dtype."""
+        """Open the checkpoint once."""
         backends = [load_backend(args.device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(args.checkpoint)
         if args.lora is not None:
@@ -247,8 +247,6 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
 
 
 class ModelRunner:
-    """Weights, KV cache and buffers of a model, and the functions of its `backend` on them."""
-
     adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):

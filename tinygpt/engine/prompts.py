@@ -113,7 +113,7 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
 
 
 def pairs_of(prompts: Prompts, params: Params, fields: dict[str, Any]) -> Iterable:
-    """Return each prompt of a call with its params. fields: the call's keywords."""
+    """fields: the call's keywords."""
     prompts = prompt_list(prompts)
     params = params_or_fields(params, fields)
     return zip(prompts, params_list(params, len(prompts)), strict=True)
@@ -178,8 +178,6 @@ class Window:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A prompt and its parameters as they fit."""
-
     token_ids: list[int]  # with a window all of the prompt's: logits processors see tokens that have left it
     params: SamplingParams
     num_truncated: int = 0
@@ -205,7 +203,7 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, positi
 
 
 def _by_overflow(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
-    """Return a request as its overflow fits it. num_fixed: tokens of a soft prompt in front."""
+    """num_fixed: tokens of a soft prompt in front."""
     room = max_model_len - len(token_ids)
     match params.overflow:
         case "clamp" if 0 < room < params.max_tokens:

@@ -67,7 +67,7 @@ class TokenRules:
         return token_id in self.unwritten and token_id not in self.named
 
     def of_tokens_alone(self) -> "TokenRules":
-        """Return rules with a bias of -inf for ids of no token, which no filter of a draw may see."""
+        """Add a bias of -inf for ids of no token, which no filter of a draw may see."""
         ids = np.setdiff1d(np.array(self.unwritten, np.int32), np.array([*self.named], np.int32), True)
         biases = np.append(self.biases, np.full(ids.size, -np.inf, np.float32))
         return replace(self, bias_ids=np.append(self.bias_ids, ids), biases=biases)
@@ -126,7 +126,7 @@ class SamplingState:
         return np.array(self._history, np.int32)
 
     def filters(self, sequence: Sequence) -> list[Filter]:
-        """Return all filters of the next token's draw if the backend does not have one of them, otherwise none."""
+        """Return all filters of a draw if the backend lacks one of them, otherwise none."""
         share = self.params.xtc_probability
         if share and sampling.uniform(sequence.sample.seed, sequence.index, len(sequence), XTC) < share:
             return sampling.filters_of(self.params, self.top_p, excludes_top=True)
@@ -161,7 +161,7 @@ class Sampler:
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
-        """Start to compute the masks of guided sequences, in parallel to the step that computes their logits."""
+        """Start to compute masks, in parallel to the step that computes the logits."""
         guides = [sequence.guide for sequence in sequences if sequence.guide is not None]
         if guides:
             self._mask_thread = self._mask_thread or ThreadPoolExecutor(1, "tinygpt-masks")
@@ -289,7 +289,6 @@ class Sampler:
 
 
 def _unwritten(token_ids: list[int], states: Seq[SamplingState]) -> list[int]:
-    """Return the rows whose id is of no token."""
     rows = enumerate(zip(token_ids, states, strict=True))
     return [r for r, (token_id, state) in rows if state.rules.forbids(token_id)]
 
@@ -320,7 +319,7 @@ def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
 
 
 def _call_functions(all_scores: Any, r: int, state: SamplingState, sequence: Sequence) -> str | None:
-    """Change row r of scores (R, V) by functions. Return an error if one fails."""
+    """Change row r of scores (R, V). Return an error if a function fails."""
     if not state.calls_functions:
         return None
     scores = all_scores[r]  # (V,), which a GPU copies

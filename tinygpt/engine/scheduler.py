@@ -69,7 +69,7 @@ class SlotTable:
         return len(self._empty) + len(self.prefixes) - self.prefix_cache_seqs
 
     def take(self, prompt: list[int]) -> tuple[int, int]:
-        """Return a free slot for a prompt, and how many of the prompt's tokens the slot holds."""
+        """Return a free slot, and how many of the prompt's tokens it holds."""
         for slot, token_ids in self.prefixes.items():
             if len(token_ids) < len(prompt) and prompt[: len(token_ids)] == token_ids:
                 del self.prefixes[slot]
@@ -130,8 +130,8 @@ class Scheduler:
 
     A sequence holds one slot of the KV cache from its first step to its last. For a caller without a slot, callers with
     several lose some: such a sequence is computed again in its next slot, to the same bits.
-    max_num_tokens: new tokens in a step, at least as many as running sequences. Longer prompts are cut into chunks.
-    prepare_slot(sequence): called when a sequence has entered its slot.
+    max_num_tokens: new tokens in a step, at least as many as running sequences. prepare_slot(sequence): called when a
+    sequence has entered its slot.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Scheduler:
         self._copy_positions = copy_positions
         self._prepare_slot = prepare_slot
         self._layer = 0  # that the last step began with
-        # By waiting sequence: the sequence that computes its first tokens, and how many.
+        # By waiting sequence, which one computes its first tokens, and how many.
         self._prefix_sources: dict[Sequence, tuple[Sequence, int]] = {}
         self._beginnings: Beginnings | None = None  # of `running` as it is in this step
 
@@ -208,7 +208,7 @@ class Scheduler:
                     num_logits = num_logits - chunks[-1].num_prompt_logits
 
     def _admit_next(self) -> bool:
-        """Give slots to a sample, or to all beams of a search, or make room. Return False if neither is possible."""
+        """Admit a sample, or all beams of a search, or make room. Return False if neither is possible."""
         held = Counter(sequence.caller for sequence in self.running)
         callers = itertools.islice(self._waiting, len(held) + 1)  # of these, one at least holds none
         caller = min(callers, key=lambda caller: held[caller])
@@ -250,7 +250,7 @@ class Scheduler:
             self._copy_longest_prefix(follower)
 
     def _copy_longest_prefix(self, sequence: Sequence) -> None:
-        """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
+        """Copy what is cached or running, or wait for an earlier sequence that will have more."""
         wanted = sequence.prefix_ids[: sequence.max_prefix_tokens]
         self._beginnings = self._beginnings or Beginnings(self.running)
         running = self._beginnings.earlier(sequence, wanted)
@@ -296,8 +296,6 @@ def _num_shared(wanted: list[int], other: Sequence, ids: list[int]) -> int:
 
 @dataclass(frozen=True)
 class StepInput:
-    """The chunks of a step as a batch, and the rows of their logits."""
-
     chunks: list[Chunk]
     drafts: Mapping[int, list[int]]  # by i, the tokens drafted to follow chunks[i]
     batch: Batch

@@ -54,8 +54,6 @@ class Sample:
 
 @dataclass(eq=False)
 class Sequence:
-    """The progress and results of a sample."""
-
     sample: Sample
     index: int = 0  # within its request
     text: TextStream | None = None  # None if the checkpoint has no tokenizer
@@ -100,7 +98,7 @@ class Sequence:
 
     @property
     def context_token_ids(self) -> list[int]:
-        """The tokens that the next one depends on, by position."""
+        """The tokens that the next one depends on."""
         return (
             self.sample.window.inside(self.token_ids, self.num_dropped)
             if self.num_dropped
@@ -158,7 +156,7 @@ class Sequence:
 
     @property
     def activations(self) -> "Activations | None":
-        """What `capture` asked for. The last token never runs."""
+        """The last token never runs."""
         has_none = self.captures is None or not self.captures.names
         return None if has_none else self.captures.activations(self.context_token_ids[:-1])
 
@@ -256,7 +254,7 @@ class Sequence:
         return ("length", None) if len(self.new_token_ids) >= self.params.max_tokens else None
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> str:
-        """End. Return the text that was held back, which may still complete a stop string."""
+        """Return the text that was held back, which may still complete a stop string."""
         text = "" if self.text is None else self.text.finish()
         if self.params.stop and self.text.stop is not None:
             reason, stop_reason = "stop", self.text.stop

@@ -34,8 +34,6 @@ class StepTimer:
 
 
 class StepLoop:
-    """The sequences that run or wait, and the steps that advance them."""
-
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None):
         slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
         max_num_tokens = engine_config.max_num_batched_tokens
@@ -53,7 +51,6 @@ class StepLoop:
         self.sampler.backend = runner.backend
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of a caller."""
         self._timed.update(sequence for sequence in sequences if sequence.sample.deadline is not None)
         self.scheduler.add(*sequences)
 
@@ -118,7 +115,7 @@ class StepLoop:
         }
         if not captures:
             return self.runner.forward(replace(step.batch, top=lambda: self._top_of(step)))
-        from ..look.captures import StepCaptures  # rarely needed
+        from ..look.captures import StepCaptures
 
         look = StepCaptures(step.batch, captures, step.chunks[0].first_layer)
         logits = self.runner.forward(step.batch, look)
@@ -137,7 +134,7 @@ class StepLoop:
     def _choose_tokens(self, logits: Any, step: StepInput) -> None:
         ends = step.ends()
         if searched := [end for end in ends if end[1].beams is not None]:
-            from .beam_search import predict  # rarely needed
+            from .beam_search import predict
 
             own, sequences = _rows_of(logits, searched)  # first: the sampler may write over the logits
             predictions = predict(self.sampler, own, sequences)

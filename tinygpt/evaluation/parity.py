@@ -53,8 +53,6 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of all prompts."""
-
     num_prompts: int
     num_positions: int
     num_greedy_tokens: int
@@ -66,7 +64,6 @@ class Parity:
     by_layer: list[Difference] | None
 
     def failures(self, tolerance: float) -> list[str]:
-        """Return the reasons against parity."""
         failures = []
         if not self.logits.largest <= tolerance:  # also for NaN
             failures.append(

@@ -57,8 +57,6 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Results of one protocol."""
-
     protocol: str
     num_rows: int
     num_correct: int
@@ -136,7 +134,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
 def map_together(
     function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str
 ) -> Iterator[Any]:
-    """Yield function(item) in order, NUM_TOGETHER at once."""
+    """Yield in order, NUM_TOGETHER at once."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 

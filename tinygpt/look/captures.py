@@ -216,7 +216,7 @@ class ActivationCache(Mapping[str, Any]):
 
 
 def stacked(arrays: list[np.ndarray]) -> Any:
-    """Return arrays of equal shape as one (B, ...), without a copy if there is one; others as they are."""
+    """Stack arrays of equal shape (B, ...), without a copy if there is one; keep others."""
     if len(arrays) == 1:
         return arrays[0][None]
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
@@ -267,15 +267,12 @@ class Captures:
         return layer if position >= start else 0
 
     def num_bytes(self, length: int) -> int:
-        """Return the most bytes of the arrays of a text of this length."""
         return sum(self.points.num_bytes(name, length) for name in self.names)
 
     def copy(self) -> "Captures":
-        """Return the captures of another sequence of the request."""
         return replace(self, rows={})
 
     def step(self, batch: Batch) -> "StepCaptures":
-        """Return the hooks of a step of this sequence alone."""
         return StepCaptures(batch, {0: self})
 
     def record(self, where: Place, rows: np.ndarray, start: int) -> None:
@@ -360,7 +357,7 @@ def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def given(batch: Batch, num_layers: int, stream: np.ndarray) -> StepCaptures:
-    """Return the hooks of a step through no layer, whose head reads this stream (N, C)."""
+    """Give the head this stream (N, C), through no layer."""
     edit = Edit("resid_post", keep=0, value=stream)
     placed = {("resid_post", num_layers - 1): [PlacedEdit(edit, range(len(stream)), True)]}
     return StepCaptures(batch, {0: Captures(edits=placed)}, first=num_layers)

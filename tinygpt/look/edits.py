@@ -286,7 +286,7 @@ class ControlVector:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ControlVector":
         """Read a GGUF file, as llama.cpp's cvector-generator and repeng write it. Raise CheckpointError."""
-        from ..weights.containers.gguf import read_gguf  # rarely needed
+        from ..weights.containers.gguf import read_gguf
         from ..weights.families.gguf import ARCHITECTURE
 
         file = followed(Path(path))
@@ -312,7 +312,7 @@ class ControlVector:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""
         from ..weights.convert.gguf import write_tensors
-        from ..weights.families.gguf import ARCHITECTURE  # rarely needed
+        from ..weights.families.gguf import ARCHITECTURE
 
         if min(self.directions) < 1:
             raise CheckpointError(

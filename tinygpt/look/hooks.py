@@ -1,6 +1,6 @@
 """The points of a model's step that can be seen or edited, under TransformerLens's names.
 
-A kind of point stands once, or in each layer. Some are computed after the step from others that were seen.
+A kind of point stands once, or in each layer.
 """
 
 from collections.abc import Callable, Iterable

@@ -52,7 +52,6 @@ def ansi(text: str, token_id: int | None, logprobs: Mapping[int, float] | None) 
 
 
 def boxes(prompt: str, samples: Sequence[str]) -> str:
-    """Return HTML: the marks of each sample after those of the prompt."""
     style = PAGE.read_text(encoding="utf-8").partition(SHARED)[2].partition("\n\n")[0]
     box = '<div class="surprise" style="white-space: pre-wrap; overflow-wrap: anywhere; margin: .5em 0">'
     return f"<style>{style}</style>" + "".join(f"{box}{prompt}{marks}</div>" for marks in samples)
@@ -193,7 +192,7 @@ def attention(llm: "LLM", prompt: "PromptType", layer: int, edits: "EditsType" =
 
 
 def _best(logits: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most probable ids and their probabilities, of logits (V,)."""
+    """Return ids and their probabilities, of logits (V,)."""
     ids = np.argpartition(-logits, top - 1)[:top]
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     return ids, numbers.softmax(logits)[ids]

@@ -60,7 +60,7 @@ class Probe:
 
     def logits_of(self, stream: np.ndarray) -> np.ndarray:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
-        from .captures import given  # rarely needed
+        from .captures import given
 
         found = np.empty((len(stream), self._runner.config.vocab_size), np.float32)
         for start in range(0, len(stream), self._chunk_size):
@@ -98,7 +98,7 @@ class Probe:
         return maps
 
     def _captured(self, token_ids: list[int], places: "list[Place]") -> list[np.ndarray]:
-        from .captures import captured  # rarely needed
+        from .captures import captured
 
         return captured(self._runner.forward, self._batches(token_ids, [0]), places)
 
@@ -109,8 +109,6 @@ class Probe:
 
 
 class LookMethods:
-    """The methods, which LLM inherits."""
-
     config: ModelConfig
     engine: "Engine"
     _inputs: "InputProcessor"
@@ -291,7 +289,7 @@ def points_of(source: ModelSource, args: LLMArgs) -> "Callable[[], HookPoints]":
 
     @cache
     def points() -> "HookPoints":
-        from .hooks import HookPoints  # rarely needed
+        from .hooks import HookPoints
 
         return HookPoints(config, backend.SEEN, backend.CHANGED, tensor, kv_cache_dtype)
 

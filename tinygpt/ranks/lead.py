@@ -35,8 +35,6 @@ LEAST_GROUP = 8  # sequences: each group reads the weights
 
 
 class Command(IntEnum):
-    """What ranks do together."""
-
     FORWARD = 1  # a batch follows
     CALL = 2  # an object follows: a method of RankModel and its arguments
     CLOSE = 3
@@ -46,8 +44,6 @@ class Command(IntEnum):
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """A model that all ranks load."""
-
     args: LLMArgs
     sizes: EngineConfig
 
@@ -200,7 +196,7 @@ def follow(world: World) -> None:
 
 
 def follow_as_process(world: World) -> None:
-    """Run `follow`, and leave stdin, signals and logging to rank 0."""
+    """Leave stdin, signals and logging to rank 0."""
     logging.getLogger("tinygpt").setLevel(logging.ERROR)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -295,7 +291,7 @@ class ParallelRunner(ModelRunner):
             self._lead.close_model()
 
     def _call(self, name: str, *arguments: Any, here: Sequence[Any] = ()) -> Any:
-        """Call a method of RankModel on all ranks. here: rank 0's further arguments."""
+        """here: rank 0's further arguments."""
         with self._order() as model:
             self._lead.tell(Command.CALL)
             self._lead.world.broadcast_object((name, arguments))
@@ -357,7 +353,6 @@ def join(layout: Layout, world: World) -> Ranks:
 
 
 def open_sources(args: LLMArgs, dtypes: Sequence[str]) -> list[ModelSource]:
-    """Return the checkpoint, opened once, in each dtype."""
     sources = ModelSource.open_all(args, dtypes)
     for source in sources:
         check_cut(args.layout, source.config, source.dtype, args.device)

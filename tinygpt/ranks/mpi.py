@@ -94,7 +94,7 @@ class Layout:
 
 
 def world_of(layout: Layout) -> "World":
-    """Return `process_world`. Raise RequestError if its size is not the layout's."""
+    """Raise RequestError if the size is not the layout's."""
     world = process_world()
     if world.size != layout.size:
         raise RequestError(
@@ -208,7 +208,6 @@ class World:
 
 
 def end_all(world: World, error: BaseException) -> NoReturn:
-    """Print this rank's error and end all ranks."""
     logger.debug("a step over several ranks has failed", exc_info=error)
     what = str(error) if isinstance(error, TinyGPTError) else repr(error)
     failed = f"error: rank {world.rank} of {world.size}, on {world.host}: {what}", FAILED

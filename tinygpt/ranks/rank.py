@@ -90,7 +90,6 @@ def micro_batches(batch: Batch, stages: int) -> list[Batch]:
 
 
 def tokens_of(batch: Batch, start: int, stop: int) -> Batch:
-    """Return the batch of some of its tokens."""
     first = np.searchsorted(batch.seq_starts, start, "right") - 1  # of the sequences
     last = np.searchsorted(batch.seq_starts, stop, "left")
     bounds = np.clip(batch.seq_starts[first : last + 1], start, stop)
@@ -107,7 +106,7 @@ def tokens_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 class RankModel:
-    """The part of a model on one rank. All ranks call the same methods in one order.
+    """All ranks call the same methods in one order.
 
     allgather: World's, of the ranks that share the rank's layers, or None.
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.

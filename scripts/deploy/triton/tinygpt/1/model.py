@@ -29,7 +29,6 @@ class TritonPythonModel:
         self._llm.close()
 
     def _start(self, request: Any, sender: Any) -> None:
-        """Stream a response for each token, and an empty final one."""
         future = None
 
         def send(chunk: StreamChunk) -> None:
