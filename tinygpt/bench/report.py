@@ -319,7 +319,7 @@ class Panel:
 
 
 def check_picture(path: Path) -> None:
-    """Raise RequestError without matplotlib, or for another format."""
+    """Raise RequestError without matplotlib, or for a format that it lacks."""
     if path.suffix.lower() not in SUFFIXES:
         raise RequestError(f"the picture {path} must end in {' or '.join(SUFFIXES)}.")
     try:

@@ -130,8 +130,8 @@ class Scheduler:
 
     A sequence holds one slot of the KV cache from its first step to its last. For a caller without a slot, callers with
     several lose some: such a sequence is computed again in its next slot, to the same bits.
-    max_num_tokens: new tokens in a step, at least as many as running sequences. prepare_slot(sequence): called when a
-    sequence has entered its slot.
+    max_num_tokens: new tokens in a step, at least as many as running sequences.
+    prepare_slot(sequence): called when a sequence has entered its slot.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Scheduler:
         self._copy_positions = copy_positions
         self._prepare_slot = prepare_slot
         self._layer = 0  # that the last step began with
-        # By waiting sequence, which one computes its first tokens, and how many.
+        # By waiting sequence: the sequence that computes its first tokens, and how many.
         self._prefix_sources: dict[Sequence, tuple[Sequence, int]] = {}
         self._beginnings: Beginnings | None = None  # of `running` as it is in this step
 
@@ -250,7 +250,7 @@ class Scheduler:
             self._copy_longest_prefix(follower)
 
     def _copy_longest_prefix(self, sequence: Sequence) -> None:
-        """Copy what is cached or running, or wait for an earlier sequence that will have more."""
+        """Copy the longest prefix, or wait for an earlier sequence that will have more."""
         wanted = sequence.prefix_ids[: sequence.max_prefix_tokens]
         self._beginnings = self._beginnings or Beginnings(self.running)
         running = self._beginnings.earlier(sequence, wanted)

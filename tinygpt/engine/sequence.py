@@ -98,7 +98,7 @@ class Sequence:
 
     @property
     def context_token_ids(self) -> list[int]:
-        """The tokens that the next one depends on."""
+        """The tokens that the next one depends on, by position."""
         return (
             self.sample.window.inside(self.token_ids, self.num_dropped)
             if self.num_dropped

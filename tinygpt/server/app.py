@@ -227,6 +227,7 @@ class Gate:
                 ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
             )
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        # In constant time.
         matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."

@@ -255,6 +255,7 @@ class RunningRequest:
             self.end()
 
     def _post(self, i: int, chunk: StreamChunk) -> None:
+        """Called by the engine's thread."""
         self._num_posted += 1
         now = time.perf_counter()
         if chunk.token_id is not None:

@@ -115,7 +115,10 @@ def _add_rows(
 
 
 def with_rows_of(checkpoint: Checkpoint, files: AdapterFiles) -> Checkpoint:
-    """Return the checkpoint with as many rows as the adapter's embeddings have, if it holds them whole."""
+    """Return the checkpoint with as many rows as the adapter's embeddings have, if it holds them whole.
+
+    A vocabulary that was resized, or trained, comes with the adapter's own tokenizer.
+    """
     layout = layout_of(checkpoint)
     rules = layout.rules(checkpoint.config)
     names = {rules[parameter].sources[0]: parameter for parameter in (EMBEDDING, HEAD)}

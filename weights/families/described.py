@@ -182,7 +182,7 @@ class Model:
         return any(name in self.tensors for name in self.names(parameter))
 
     def shape(self, parameter: str) -> Shape:
-        """Return that of a first part. Raise CheckpointError if it is absent."""
+        """Return the first part's shape. Raise CheckpointError if it is absent."""
         names = self.names(parameter)
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
         if len(shape) != 2:

@@ -92,7 +92,7 @@ def named_in(tables: tuple[str, ...], source: Source, has_wrappers: bool = True)
 
 
 def is_beside(source: Source, name: str, holder: str | None) -> bool:
-    """Return whether a tensor is a number, of a training run, or next to nanoGPT's model."""
+    """Return whether a tensor outside the holder is a number, of a training run, or next to nanoGPT's model."""
     if source.container.dicts.get(name, holder) == holder:
         return False
     tensor = source.container.tensors[name]

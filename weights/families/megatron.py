@@ -185,7 +185,7 @@ def config_of(
 
 
 def _number(value: Any) -> Any:
-    """Read 1e-5, which YAML takes for a text."""
+    """Return the number of a text, as YAML takes 1e-5 for one."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -172,7 +172,7 @@ def described(
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Read meta.pkl, next to the checkpoint or in nanoGPT's data folder."""
+    """Read meta.pkl, next to the checkpoint or in nanoGPT's folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
     places = [source.folder / "meta.pkl"]
     if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
@@ -210,7 +210,7 @@ def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
-    """Raise CheckpointError if names are none, or of another model_type."""
+    """Raise CheckpointError for wrong names, or another model_type."""
     if source.model_type not in (None, "gpt2"):
         raise source.error(
             f"has a {TENSOR_NAMES} by GPT-2's parameters and the model_type {source.model_type!r}: give "

@@ -63,7 +63,7 @@ class _Modules:
         return any(re.search(words, module, re.IGNORECASE) for module in self.left)
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
-        """Return the one whose name has the words; a norm has a bias. None: any size."""
+        """Return the module whose name has the words; a norm has a bias. None: any size."""
         found = [
             module
             for module, part in self.left.items()
