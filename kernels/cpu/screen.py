@@ -16,7 +16,7 @@ from .layers.linear import REPLACE, compute_tile, for_each_tile, linear_to_opera
 from .layers.operands import BFloat16Operand, from_bfloat16, put
 from .layers.rows import ONE_LAYER
 from .sampling_rows import reached_by
-from .screen_pack import ROWS_IN_LEVELS, pack_screen
+from .screen_pack import ROWS_IN_LEVELS, pack_panels
 from .simd.targets import TARGET
 from .simd.tiles import OUT_TILE, ROW_BLOCK
 from .simd.vector_ir import PANEL_VECTORS, SCALE_GROUP, VECTOR_BYTES, address, float32_at, max_lanes
@@ -43,11 +43,12 @@ def want_top(params: Any, buffers: Any, top_of: Callable) -> None:
     most = ROWS_IN_LEVELS if isinstance(weight, BFloat16Weight) else screen.top.size
     if top is None or not 0 < top.size <= most or top.min() < 1 or top.max() > MAX_TOP:
         return
+    if screen.num_packed[0] < screen.is_wanted.size:
+        pack_panels(screen, weight)
+        return
     screen.calls[0] += 1
     if screen.calls[0] & (screen.calls[0] - 1) & RETRIES:
         return
-    if screen.largest[0] == 0:
-        pack_screen(screen, weight)
     if np.isfinite(screen.largest[0]):
         screen.rows[0] = top.size
         screen.top[: top.size] = top

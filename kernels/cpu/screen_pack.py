@@ -19,6 +19,7 @@ ROWS_IN_LEVELS = (
 )
 LEAST_VOCABULARY = 4096
 MOST_K = 2**16
+PANELS_OF_CALL = 16  # packed in one call, 10 ms: all at once would hold up a token for half a second
 MEAN_OF = 16  # one panel of so many has a mean that is good enough: any row would be right
 LEAST_SCALE = 2.0**-100  # rows with a smaller one are zeros and e
 EPS = 2.0**-23
@@ -31,7 +32,9 @@ class Screen(NamedTuple):
     segments: np.ndarray  # of K
     lost: np.ndarray  # (P * OUT_TILE,) float32: times |x|, of e and of all roundings
     sizes: np.ndarray  # (P * OUT_TILE,) float32: times |x - x'|, |t q|
-    largest: np.ndarray  # (1,) float64: a bound of a row's size; 0: not packed yet; infinite: no screen
+    mean: np.ndarray  # (K, 1) float64: m
+    num_packed: np.ndarray  # (1,) int64: panels
+    largest: np.ndarray  # (1,) float64: a bound of a row's size; infinite: no screen
     rows: np.ndarray  # (1,) int64: R, or 0 for the whole head
     top: np.ndarray  # (R,) int64: greatest logits that are wanted
     states: Int8Operand  # (R + 3, K): R rows of each level
@@ -52,6 +55,8 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
         segments=whole(int8.whole_k(k)),
         lost=zeros((panels * OUT_TILE,)),
         sizes=zeros((panels * OUT_TILE,)),
+        mean=np.zeros((k, 1)),
+        num_packed=np.full(1, 0 if pays else panels),
         largest=np.full(1, 0.0 if pays else np.inf),
         rows=np.zeros(1, np.int64),
         top=np.zeros(rows, np.int64),
@@ -60,19 +65,22 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
         lows=zeros((rows, panels * PANEL_VECTORS)),
         highs=zeros((rows, panels)),
         is_wanted=np.ones(panels, np.int64),
-        calls=np.full(1, 2),  # a first token does not wait for packing
+        calls=np.zeros(1, np.int64),
     )
 
 
-def pack_screen(screen: Screen, weight: Any) -> None:
-    """Fill the screen of a head's panels, in this thread: 0.2 s for GPT-2 124M."""
+def pack_panels(screen: Screen, weight: Any) -> None:
+    """Fill the next of the screen's panels."""
     unpack = next(row.unpack for row in DTYPES.values() if isinstance(weight, row.record))
     with np.errstate(all="ignore"):  # a head that is not finite has no screen
-        mean = unpack(weight.panels[0, ::MEAN_OF]).mean((0, 2), np.float64)[:, None]  # (K, 1)
-        k = mean.size
-        largest = 0.0
-        for panel in range(screen.is_wanted.size):
-            rest = unpack(weight.panels[0, panel : panel + 1])[0] - mean  # (K, OUT_TILE) float64
+        mean = screen.mean
+        k = len(mean)
+        first = screen.num_packed[0]
+        stop = min(first + PANELS_OF_CALL, screen.is_wanted.size)
+        if first == 0:
+            mean[:] = unpack(weight.panels[0, ::MEAN_OF]).mean((0, 2), np.float64)[:k, None]
+        for panel in range(first, stop):
+            rest = unpack(weight.panels[0, panel : panel + 1])[0, :k] - mean  # (K, OUT_TILE) float64
             scales = (np.abs(rest).max(0) / 127).astype(np.float32)
             scales[scales < LEAST_SCALE] = 0
             levels = np.rint(rest * np.where(scales > 0, 1 / scales, 0))
@@ -83,10 +91,12 @@ def pack_screen(screen: Screen, weight: Any) -> None:
             lost, sizes = np.linalg.norm(rest, axis=0), np.linalg.norm(levels, axis=0)
             whole_sizes = np.linalg.norm(mean) + sizes + lost
             lost += (k + 16) * EPS * whole_sizes + (k // SCALE_GROUP + 32) * EPS * sizes
-            largest = np.maximum(largest, whole_sizes.max())
+            screen.largest[0] = np.maximum(screen.largest[0], whole_sizes.max())
             columns = slice(panel * OUT_TILE, (panel + 1) * OUT_TILE)
             screen.head.weight.panels[0, panel] = numbers.reshape(-1, 4, OUT_TILE).transpose(0, 2, 1)
             screen.head.weight.scales[0, columns] = scales
             screen.lost[columns] = lost * ROUND_UP
             screen.sizes[columns] = sizes * ROUND_UP
-    screen.largest[0] = largest if largest < GREATEST_ROW else np.inf
+    screen.num_packed[0] = stop
+    if not screen.largest[0] < GREATEST_ROW:
+        screen.largest[0] = np.inf

@@ -16,7 +16,7 @@ from tinygpt.kernels.cpu.dtypes import DTYPES
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.linear import SCRATCH, Linear, whole
 from tinygpt.kernels.cpu.screen import score_tokens, want_top
-from tinygpt.kernels.cpu.screen_pack import ROWS_IN_LEVELS, new_screen
+from tinygpt.kernels.cpu.screen_pack import ROWS_IN_LEVELS, new_screen, pack_panels
 from tinygpt.kernels.cpu.simd.vector_ir import zeros
 from tinygpt.kernels.cpu.team import TeamThreads, begin_step, join_step
 from tinygpt.kernels.cpu.workspace import new_operand
@@ -46,6 +46,8 @@ class Head:
         self.head = Linear(packed(self.weight, self.dtype), NO_BIAS, NO_FACTORS)
         self.segments = whole(k)
         self.screen = new_screen(32, n, k)
+        while self.screen.num_packed[0] < self.screen.is_wanted.size:
+            pack_panels(self.screen, self.head.weight)
         self._team = TeamThreads(self.threads, zeros((self.threads, SCRATCH)))
 
     def logits(self, x: np.ndarray, *top: int) -> np.ndarray:
@@ -169,15 +171,19 @@ def test_calls_after_one_in_vain_have_no_screen():
     head = Head(np.ones(SHAPE, np.float32), "float32")
     states = np.ones((1, SHAPE[1]))
     screened = [bool(head.logits(states, 1).any() and head.screen.rows[0]) for _ in range(14)]
-    assert screened == [call in (1, 5, 13) for call in range(14)]
+    assert screened == [call in (0, 1, 3, 7) for call in range(14)]
 
 
-def test_the_second_call_that_wants_a_screen_packs_it():
+def test_calls_that_want_a_screen_pack_it():
     head = Head(random_head(np.random.default_rng(10)), "float32")
+    whole_screen, head.screen = head.screen, new_screen(32, *SHAPE)
     states = random_states(np.random.default_rng(11), 1)
-    for top, is_packed in (((), False), ((65,), False), ((1,), False), ((1,), True)):
-        head.logits(states, *top)
-        assert bool(head.screen.largest[0]) == is_packed
+    for top, num_packed in (((), 0), ((65,), 0), ((1,), 16), ((1,), 32), ((), 32), ((1,), 48), ((1,), 64)):
+        assert np.isfinite(head.logits(states, *top)).all()
+        assert head.screen.num_packed[0] == num_packed
+    head.logits(states, 1)
+    np.testing.assert_array_equal(head.screen.head.weight.panels, whole_screen.head.weight.panels)
+    assert np.isneginf(head.logits(states, 1)).any()
 
 
 @pytest.mark.parametrize("size", [1e29, 1e31, 1e32, 1e33, 1e34, 1e35, 1e36])
