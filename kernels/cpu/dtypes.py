@@ -32,7 +32,7 @@ from .packing import (
     unpack_int8,
 )
 from .simd.amx_tiles import amx_bfloat16, amx_int8
-from .simd.grouped_tiles import expand_int4, expand_int8, tile_int4, tile_int8
+from .simd.grouped_tiles import expand_int4, expand_int8, tile_int4, tile_int8, unpacking_int8
 from .simd.products import INT4, INT8, from_float16
 from .simd.targets import TARGET
 from .simd.tiles import (
@@ -107,6 +107,7 @@ class Unit(NamedTuple):
     bytes: int  # of a panel
     of_chunk: int  # units that several tiles share at a time
     alone: int  # rows up to which a tile takes all of K
+    unpacked: int = 1  # rows up to which tiles take a panel as it lies
     rows: int = ROW_TILE  # of a tile
 
 
@@ -146,6 +147,14 @@ def _grouped_rows(x, tile, first):
 def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
     a, lda, scales, lds = _grouped_rows(x, tile, first)
     tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
+
+
+def _add_int8_as_it_lies(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    a, lda, scales, lds = _grouped_rows(x, tile, first)
+    if b == panel_address(weight.panels, layer, tile.panel) + first * unit_of(weight).bytes:
+        unpacking_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+    else:
+        tile_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
 
 
 def _tile_vnni(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
@@ -264,6 +273,10 @@ STEP = OUT_TILE * STEP_BYTES
 ALONE = 1 if IN_STRIPS else ROW_TILE
 
 
+# In two tiles of int8; more rows gain from a panel that is expanded once.
+UNPACKED = 8 if INT8.expansion > 1 else 1
+
+
 def _grouped_unit(size: int, expansion: int) -> Unit:
     return Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * expansion), 1)
 
@@ -326,8 +339,8 @@ DTYPES = {
             new_operand=partial(new_int8_operand, INT8.operand_bytes),
             pack=pack_int8,
             unpack=unpack_int8,
-            unit=_in_amx(_grouped_unit(INT8.group_bytes, INT8.expansion)),
-            add_tile=_add_int8,
+            unit=_in_amx(_grouped_unit(INT8.group_bytes, INT8.expansion))._replace(unpacked=UNPACKED),
+            add_tile=_add_int8_as_it_lies if INT8.expansion > 1 else _add_int8,
             head="int8",
             element_at=_int8_at,
             expand=_expand_int8 if INT8.expands else _as_it_lies,

@@ -199,7 +199,7 @@ def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     tiles = (tile.rows + height - 1) // height
     if tile.rows <= unit_of(weight).alone:
         following = b + AHEAD
-    elif tile.rows > 1:
+    elif tile.rows > unit_of(weight).unpacked:
         b = expand(weight, b, units, address(scratch) + EXPANDED * 4)
     for t in range(tiles):  # each prefetches its part of the next chunk: requests of one tile would queue
         low = t * tile.rows // tiles

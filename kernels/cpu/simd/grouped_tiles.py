@@ -37,15 +37,15 @@ from .vector_ir import (
 ROWS_IN_TURN = 2
 
 
-def make_grouped_tile(kind: Grouped):
+def make_grouped_tile(kind: Grouped, unpacks: bool = False):
     """Return the intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
 
     Addresses, byte strides; C is (rows, OUT_TILE). a: operand_bytes each; scales: see Int8Operand.
     b, int8: weights + 128; sums start at -128 sum(a), and the caller applies columns' scales.
     b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
-    Several rows take b expanded by make_expand. Prefetches as make_tile.
+    Several rows take b expanded by make_expand, unless the tile `unpacks`. Prefetches as make_tile.
     """
-    code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind)
+    code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind, unpacks)
 
     @emits("void", *["intp"] * 11)
     def tile(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
@@ -54,7 +54,7 @@ def make_grouped_tile(kind: Grouped):
     return tile
 
 
-def _make_code(kind: Grouped):
+def _make_code(kind: Grouped, unpacks: bool):
     integer = INTEGER_STEPS[kind.product]
     part_k = kind.part_k
     parts = SCALE_GROUP // part_k
@@ -62,7 +62,7 @@ def _make_code(kind: Grouped):
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         strip, keeps_totals = _strip_of(rows)
-        per_load = kind.expansion if rows == 1 else 1  # steps that a load serves
+        per_load = kind.expansion if rows == 1 or unpacks else 1  # steps that a load serves
         together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
         turns = part_k // integer.k // per_load // together
         strips = PANEL_VECTORS // strip
@@ -206,6 +206,7 @@ def make_expand(kind: Grouped):
 
 # Module-level names, see tiles.py.
 tile_int8 = make_grouped_tile(INT8)
+unpacking_int8 = make_grouped_tile(INT8, unpacks=True)
 expand_int8 = make_expand(INT8)
 tile_int4 = make_grouped_tile(INT4)
 expand_int4 = make_expand(INT4)
