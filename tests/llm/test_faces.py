@@ -86,6 +86,7 @@ def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
 
     def shown(prompts, **options) -> str:
         before = len(terminal.getvalue())
