@@ -13,16 +13,16 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 325_900,
-    "tokens for 100 lines": 963,
-    "modules": 207,
+    "tokens": 330_100,
+    "tokens for 100 lines": 964,
+    "modules": 209,
     "modules under 60 lines": 1,
-    "tokens of tests": 339_100,
-    "tokens for 100 lines of tests": 1_081,
-    "lines of READMEs": 1_324,
+    "tokens of tests": 342_700,
+    "tokens for 100 lines of tests": 1_083,
+    "lines of READMEs": 1_356,
     "words of prose for 100 lines of code": 138,
     "modules that `generate` imports": 90,
-    "kB of object code": 1_050,
+    "kB of object code": 1_120,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
