@@ -21,7 +21,7 @@ BUDGETS = {
     "tokens for 100 lines of tests": 1_083,
     "lines of READMEs": 1_356,
     "words of prose for 100 lines of code": 138,
-    "modules that `generate` imports": 90,
+    "modules that `generate` imports": 92,
     "kB of object code": 1_120,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
