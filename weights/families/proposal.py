@@ -29,8 +29,8 @@ _TABLES = {
 _SECOND = r"(?:^|[._])(?:mlp|ff|ffn|feed|post_att)[^.]*\Z|(?<!\d)2\Z"
 _FUSED = r"[._](?:c_attn|in_proj)\Z"
 _QKV = [
-    rf"(?:^|[._])(?:w_?|to_)?{words}(?:_proj|_lin)?(?:\.\*)?\Z"
-    for words in ("q(?:uery|ueries)?", "k(?:eys?)?", "v(?:alues?)?")
+    rf"(?:^|[._])(?:w_?|to_)?(?:{words})(?:_proj|_lin)?(?:\.\*)?\Z"
+    for words in ("q|query|queries", "k|keys?", "v|values?")
 ]
 # Of torch's TransformerEncoderLayer, whose norms may come after its blocks: both are of one shape.
 _EITHER_WAY = r"(?:^|[._])(?:self_attn\.in_proj|linear[12])\Z"
