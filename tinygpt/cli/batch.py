@@ -317,11 +317,12 @@ def open_records(path: Path | None, earlier: Earlier) -> Iterator[Callable[[str]
             nonlocal synced
             data = memoryview(f"{line}\n".encode("utf-8", "backslashreplace"))
             with _explained(path):
-                while data:  # a disk that becomes full takes a part
-                    data = data[file.write(data) :]
+                # Earlier lines: Ctrl-C in a slow sync after the line would leave it uncounted.
                 if is_regular and time.monotonic() - synced >= SYNC_SECONDS:
                     sync(descriptor)
                     synced = time.monotonic()
+                while data:  # a disk that becomes full takes a part
+                    data = data[file.write(data) :]
 
         try:
             yield write
