@@ -17,7 +17,7 @@ from .simd.vector_ir import PANEL_VECTORS, SCALE_GROUP, zeros
 ROWS_IN_LEVELS = (
     3  # rows that become int8 twice, themselves and what that lacks: tiles take it as further rows
 )
-LEAST_VOCABULARY = 4096
+LEAST_SIZE = 2**23  # weights: a smaller head stays in a cache, and is read as fast as it is screened
 MOST_K = 2**16
 PANELS_OF_CALL = 16  # packed in one call, 10 ms: all at once would hold up a token for half a second
 MEAN_OF = 16  # one panel of so many has a mean that is good enough: any row would be right
@@ -49,7 +49,7 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
     int8 = DTYPES["int8"]
     panels = panel_count(n)
     no_bias = np.empty((1, 0), np.float32)
-    pays = n >= LEAST_VOCABULARY and k <= MOST_K
+    pays = n * k >= LEAST_SIZE and k <= MOST_K
     return Screen(
         head=Linear(new_weight("int8", 1, n, k), no_bias, no_bias),
         segments=whole(int8.whole_k(k)),

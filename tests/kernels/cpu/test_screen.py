@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import packed, put_rows, same_bits
+from tinygpt.kernels.cpu import screen_pack
 from tinygpt.kernels.cpu.arrays import NO_BIAS, NO_FACTORS
 from tinygpt.kernels.cpu.dtypes import DTYPES
 from tinygpt.kernels.cpu.jit import kernel
@@ -91,6 +92,11 @@ def random_head(random: np.random.Generator, n: int = SHAPE[0], k: int = SHAPE[1
 
 def random_states(random: np.random.Generator, count: int, k: int = SHAPE[1]) -> np.ndarray:
     return random.normal(0, 1, (count, k)) * random.lognormal(0.5, 0.6, k)
+
+
+@pytest.fixture(autouse=True)
+def small_heads(monkeypatch):
+    monkeypatch.setattr(screen_pack, "LEAST_SIZE", 0)
 
 
 @pytest.fixture(scope="module", params=SCREENED)
@@ -231,4 +237,5 @@ def test_random_steps():
 
 
 if __name__ == "__main__":
+    screen_pack.LEAST_SIZE = 0
     print(check_random_steps(int(sys.argv[1])))
