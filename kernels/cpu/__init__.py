@@ -3,12 +3,13 @@
 from ..backend import LOOKS, no_op
 from . import arrays as PACKED
 from . import dtypes
+from .arrays import can_share, share_of
 from .kv_cache import KINDS, copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from .layers.linear import with_adapters
 from .load import load_params
 from .model import final_norm, forward, multi_step, stop_early
 from .sampling import filter_logits, process_logits, sample, top_logprobs
-from .workspace import new_workspace
+from .workspace import logits_of, new_workspace, share_embedding, stream_of
 
 DTYPES = tuple(dtypes.DTYPES)
 MAX_STEP_TOKENS = 512

@@ -169,6 +169,16 @@ def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndar
     return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)
 
 
+def stream_of(workspace: Workspace, count: int) -> np.ndarray:
+    """Return x (N, C) of the last step's `count` tokens."""
+    return workspace.buffers.x[:count]
+
+
+def logits_of(workspace: Workspace, logits: np.ndarray, first_row: int) -> np.ndarray:
+    """Return logits as `sample` takes them."""
+    return logits
+
+
 def new_operand(dtype: str, n: int, k: int):
     return DTYPES[dtype].new_operand(n, k)
 

@@ -36,7 +36,7 @@ class Looks:
         w = self.workspace
         config = self.params.config
         numbers = DTYPES[self.params.dtype].numbers
-        heads = config.n_head, config.head_size
+        heads = self.kv_cache.num_heads, config.head_size
         buffers = {
             "q": (w.q, numbers, heads, self.kv_cache.padded_head),
             "z": (w.attended, numbers, heads, padded_columns(config.n_embd)),

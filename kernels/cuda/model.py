@@ -93,7 +93,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
         workspace.graphs.run(step.shape, lambda: queue_step(params, step))
     else:
         queue_step(params, step, Looks(look, params, batch, kv_cache, workspace), look.first)
-    return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
+    return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.share.vocab_size)
 
 
 def begin(params: Params, workspace: Workspace, batch) -> None:
@@ -104,15 +104,16 @@ def begin(params: Params, workspace: Workspace, batch) -> None:
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
     x = step.workspace.x
-    embed(params, x, step)
+    if params.share.is_first:
+        embed(params, x, step)
     if first:
         look("resid_post", first - 1)
-    for layer in range(first, params.config.n_layer):
+    for layer in range(first, params.share.n_layer):
         look("resid_pre", layer)
         attention_block(params, layer, x, step, look)
         norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
-        place = mlp_order(params.config).index(layer)
+        place = mlp_order(params.config, params.share).index(layer)
         mlp = expert_block if layer in params.config.expert_layers else mlp_block
         mlp(params, place, x, step, look)
         norm_after(params, "ln_2", place, x, step)
@@ -159,7 +160,7 @@ def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> No
 def mlp_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner = step.workspace.inner
-    layer = mlp_order(params.config)[place]
+    layer = mlp_order(params.config, params.share)[place]
 
     def compute(target, epilogue: str) -> None:
         normed_linear(params, "ln_2", "c_fc", place, target, x, step, epilogue)  # (N, F)
@@ -207,7 +208,7 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
 
 
 def head(params: Params, x, step: Step, greedy: bool) -> None:
-    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row."""
+    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row, unless another rank samples."""
     w = step.workspace
     if step.shape.logits:
         layer_norm(params, "ln_f", ONE_LAYER, x, step, logit_rows(step))
@@ -217,8 +218,9 @@ def head(params: Params, x, step: Step, greedy: bool) -> None:
             inputs = w.narrow
         linear(params, "lm_head", ONE_LAYER, w.logits, inputs, step, LOGITS)
         count = min(step.shape.logits, w.max_shape.logits)
-        chosen = w.sampling.step_token_ids
-        queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
+        if w.sampling is not None:
+            chosen = w.sampling.step_token_ids
+            queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
 
 
 def normed_linear(
@@ -327,7 +329,7 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     shape = step.shape
     config = params.config
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
-    scale = float(config.attention(layer).scale)
+    scale = float(config.attention(params.share.layers[layer]).scale)
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
     kind = c.padded_head, c.numbers.name, config.has_alibi
     if shape.tiles:  # prefill, and steps with several new tokens of a sequence

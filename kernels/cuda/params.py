@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, uint32
 
-from ..backend import KINDS, LINEARS, NORMS
-from ..numbers import check_range, from_bfloat16, stacked, to_bfloat16
+from ..backend import KINDS, LINEARS, NORMS, RankShare
+from ..numbers import check_range, even_run, from_bfloat16, stacked, to_bfloat16
 from . import device as devices
 from .jit import AMPERE, BF16, F16, bits_to_float32, device_function, int8_to_bfloat16
 
@@ -187,18 +187,43 @@ class Params:
     device: Any
     config: Any
     dtype: str
-    wpe: Any  # (n_positions, C) float32; with ALiBi one 0
+    share: RankShare
+    wpe: Any  # (n_positions, C) float32; with ALiBi, and of a stage that embeds nothing, one 0
     slopes: Any  # (H,) float32, of ALiBi; else wpe, for no kernel reads it
-    linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if the head is tied
+    linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if one process has both
     norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
     norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
     final_norm: NormWeights | None  # ln_f on the host
     adapters: Any = None  # Adapters of layers/adapters.py, or None
 
 
-def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
+def share_of(
+    config: Any, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
+) -> RankShare:
+    """Return a rank's share of a model, by default all."""
+    layers = range(config.n_layer) if layers is None else layers
+    of_rank = tensor_rank, tensor_size
+    return RankShare(
+        layers,
+        heads=even_run(config.n_head, *of_rank),
+        inner=even_run(config.inner_size, *of_rank),
+        vocab=even_run(config.vocab_size, *of_rank),
+        n_embd=config.n_embd,
+        head_size=config.head_size,
+        is_first=layers.start == 0,
+        is_last=layers.stop == config.n_layer,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor_size,
+    )
+
+
+def load_params(
+    checkpoint: Any, dtype: str = "float32", threads: int = 1, share: RankShare | None = None
+) -> Params:
+    """share: a rank's, else all."""
     device = devices.the_device()
     config = checkpoint.config
+    share = share or share_of(config, dtype)
 
     def weights(name: str, modules: list[str], n: int, k: int) -> Weights:
         count = len(modules)
@@ -225,34 +250,37 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
     def on_device(norms: dict[str, NormWeights]) -> dict[str, NormWeights]:
         return {name: NormWeights(*map(device.array, kinds)) for name, kinds in norms.items()}
 
-    orders = dict.fromkeys(NORMS, range(config.n_layer)) | {"ln_2": mlp_order(config)}
-    of_layers = {name: norm([f"h.{i}.{name}" for i in order]) for name, order in orders.items()}
-    final = {"ln_f": norm(["ln_f"])} if config.final_norm else {}
-    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm else {}
+    orders = dict.fromkeys(NORMS, range(share.n_layer)) | {"ln_2": mlp_order(config, share)}
+    of_layers = {name: norm([f"h.{share.layers[i]}.{name}" for i in each]) for name, each in orders.items()}
+    final = {"ln_f": norm(["ln_f"])} if config.final_norm and share.is_last else {}
+    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm and share.is_first else {}
     is_pre = config.norm_placement == "pre"
-    linears = {name: weights(name, *sizes) for name, sizes in linear_layers(config, checkpoint.tied).items()}
-    wpe = device.array(np.zeros(1, np.float32) if config.has_alibi else checkpoint.tensor("wpe.weight"))
+    layers = linear_layers(config, checkpoint.tied, share)
+    linears = {name: weights(name, *sizes) for name, sizes in layers.items()}
+    has_positions = share.is_first and not config.has_alibi
+    wpe = device.array(checkpoint.tensor("wpe.weight") if has_positions else np.zeros(1, np.float32))
     return Params(
         device=device,
         config=config,
         dtype=dtype,
+        share=share,
         wpe=wpe,
         slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
-        linears={"lm_head": linears["wte"], **linears},
+        linears={"lm_head": linears["wte"], **linears} if share.is_first else linears,
         norms=on_device(of_layers | final if is_pre else final),
         norms_after=on_device(embed if is_pre else of_layers | embed),
         final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
     )
 
 
-def linear_layers(config: Any, tied: bool) -> dict[str, tuple[list[str], int, int]]:
+def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[list[str], int, int]]:
     """Return the modules, the number of features and K of each linear layer, and of wte and lm_head."""
     C = config.n_embd
     E = config.embedding_size
     F = config.inner_size
-    layers = [f"h.{i}" for i in range(config.n_layer)]
+    layers = [f"h.{i}" for i in share.layers]
     experts = [f"h.{i}.mlp" for i in config.expert_layers]
-    mlps = [f"h.{i}.mlp" for i in mlp_order(config)[: len(layers) - len(experts)]]
+    mlps = [f"{layers[i]}.mlp" for i in mlp_order(config, share)[: len(layers) - len(experts)]]
     mlps += [f"{mlp}.experts.{e}" for mlp in experts for e in range(config.num_experts)]
     found = {
         "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], 3 * C, C),
@@ -260,17 +288,20 @@ def linear_layers(config: Any, tied: bool) -> dict[str, tuple[list[str], int, in
         "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], F, C),
         "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], C, F),
     }
-    others = {"wte": (config.vocab_size, E)} | ({} if tied else {"lm_head": (config.vocab_size, E)})
+    if share.is_first:
+        found["wte"] = ["wte"], config.vocab_size, E
+    if share.is_last and not (tied and share.is_first):
+        found["lm_head"] = ["lm_head"], config.vocab_size, E
     if config.embed_dim:
-        others |= {"project_in": (C, E), "project_out": (E, C)}
+        found |= {"project_in": (["project_in"], C, E), "project_out": (["project_out"], E, C)}
     if experts:
         found[GATE] = [f"{mlp}.gate" for mlp in experts], config.num_experts, C
-    return found | {name: ([name], *shape) for name, shape in others.items()}
+    return found
 
 
-def mlp_order(config: Any) -> list[int]:
+def mlp_order(config: Any, share: RankShare) -> list[int]:
     """Return layers without experts, then those with experts: the order of ln_2 and of MLPs."""
-    return sorted(range(config.n_layer), key=config.expert_layers.__contains__)
+    return sorted(range(share.n_layer), key=config.expert_layers.__contains__)  # experts have one share
 
 
 def dtype_of(name: str, dtype: str) -> str:
@@ -278,14 +309,15 @@ def dtype_of(name: str, dtype: str) -> str:
     return "float32" if name == GATE else dtype
 
 
-def params_bytes(config: Any, dtype: str, tied: bool) -> int:
+def params_bytes(config: Any, dtype: str, tied: bool, share: RankShare) -> int:
     C = config.n_embd
     linears = sum(
         len(modules) * (_linear_bytes(n, k, dtype_of(name, dtype)) + 4 * n)
-        for name, (modules, n, k) in linear_layers(config, tied).items()
+        for name, (modules, n, k) in linear_layers(config, tied, share).items()
     )
-    num_norms = 2 * config.n_layer + config.final_norm + config.embed_norm
-    positions = config.n_head + 1 if config.has_alibi else C * config.n_positions
+    num_norms = 2 * share.n_layer + config.final_norm * share.is_last + config.embed_norm * share.is_first
+    positions = C * config.n_positions if share.is_first and not config.has_alibi else 1
+    positions += share.n_head * config.has_alibi
     return linears + 4 * (2 * C * num_norms + positions)
 
 

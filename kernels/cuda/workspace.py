@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import MAX_STEPS, DeviceError, query_tiles
+from ..backend import MAX_STEPS, DeviceError, RankShare, query_tiles
 from . import device as devices
 from .device import Graphs, need_capability
 from .draw import NUM_SETTINGS
@@ -18,7 +18,7 @@ from .layers.epilogue import ACTIVATIONS
 from .layers.experts import max_tiles
 from .layers.gemm import MAX_SHARED, run_sums_size
 from .layers.linear import TILE_BOUNDS
-from .params import DTYPES, padded_columns, params_bytes
+from .params import DTYPES, padded_columns, params_bytes, share_of
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, steps done without the host, pairs of a token and an expert.
 NUM_TOKENS = 0
@@ -159,7 +159,9 @@ class Workspace:
 
     device: Any
     inputs: Inputs
-    embeds: Any  # (N, E) float32, embeddings of tokens with a negative id
+    embeds: (
+        Any  # (N, E) float32, embeddings of tokens with a negative id; x, of a stage that is given its input
+    )
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)
@@ -171,9 +173,9 @@ class Workspace:
     run_sums: Any  # float32, of tiles that several blocks share
     tile_arrivals: Any  # uint32, their blocks that are done; 0 between kernels
     mixture: Mixture | None
-    logits: Any  # (R, V) float32
+    logits: Any  # (R, V) float32; on a rank but the first, of its own tokens
     every: Any  # (N,) int32: 0, 1, 2, ...
-    sampling: SamplingBuffers
+    sampling: SamplingBuffers | None  # of the first rank alone
     max_shape: MaxShape
     graphs: Graphs
 
@@ -184,22 +186,30 @@ class Workspace:
 
 
 def new_workspace(
-    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+    config,
+    max_num_tokens: int,
+    max_num_logits: int,
+    threads: int = 1,
+    dtype: str = "float32",
+    share: RankShare | None = None,
+    allgather: Any = None,
 ) -> Workspace:
+    """share: a rank's, else all."""
+    share = share or share_of(config, dtype)
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = Mirror(device, _input_shapes(max_shape))
-    arrays = _zeros(device, _shapes(config, max_shape, dtype))
+    arrays = _zeros(device, _shapes(config, max_shape, dtype, share))
     workspace = Workspace(
         device=device,
         inputs=Inputs(inputs, **inputs.arrays),
         mixture=Mixture(**_zeros(device, _mixture_shapes(config, max_shape)))
         if config.expert_layers
         else None,
-        sampling=new_sampling_buffers(device, config, max_shape),
+        sampling=new_sampling_buffers(device, config, max_shape) if share.samples else None,
         max_shape=max_shape,
         graphs=Graphs(device),
-        **{"narrow": arrays["normed"], **arrays},
+        **{"narrow": arrays["normed"], "embeds": arrays["x"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
     return workspace
@@ -212,18 +222,22 @@ def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> Sampl
     return SamplingBuffers(settings, **arrays, marks=marks)
 
 
-def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    arrays = _shapes(config, max_shape, dtype), _sampling_shapes(config, max_shape)
+def workspace_bytes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> int:
+    arrays = _shapes(config, max_shape, dtype, share), _input_shapes(max_shape)
     arrays += (_mixture_shapes(config, max_shape),) if config.expert_layers else ()
-    return sum(map(_num_bytes, (*arrays, _input_shapes(max_shape), _setting_shapes(max_shape))))
+    arrays += (_sampling_shapes(config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
+    return sum(map(_num_bytes, arrays))
 
 
-def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, *step) -> dict[str, int]:
-    """Return the bytes of each part of a model. step: tokens and logits."""
+def bytes_needed(
+    config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, tokens, logits, share=None
+) -> dict[str, int]:
+    """Return the bytes of each part of a model. share: a rank's, else all."""
+    share = share or share_of(config, dtype)
     return {
-        "weights": params_bytes(config, dtype, tied),
-        "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
-        "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
+        "weights": params_bytes(config, dtype, tied, share),
+        "KV cache": kv_cache_bytes(share, num_slots, max_model_len, kv_cache_dtype),
+        "buffers": workspace_bytes(config, MaxShape.of(config, tokens, logits), dtype, share),
     }
 
 
@@ -270,6 +284,12 @@ def fill(workspace: Workspace, batch) -> None:
     workspace.device.write(workspace.embeds, batch.embeds)
 
 
+def stream_of(workspace: Workspace, count: int) -> np.ndarray:
+    """Return x (N, C) of the last step's `count` tokens, on the host."""
+    columns = workspace.x.size // workspace.max_shape.tokens
+    return workspace.device.read(workspace.x, count * columns).reshape(count, columns)
+
+
 def _num_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
 
@@ -287,18 +307,19 @@ def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
     return {name: device.zeros(shape, kind) for name, (shape, kind) in shapes.items()}
 
 
-def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
+def _shapes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> Shapes:
     n = max_shape.tokens
     r = max_shape.logits
     pairs = n * max_shape.experts
-    heads = config.n_head
+    heads = share.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     kind = DTYPES[dtype].numbers.array_type
     device = devices.the_device()
-    narrow = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
-    return narrow | {
-        "embeds": ((n, config.embedding_size), np.float32),
+    some = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
+    if share.is_first:
+        some["embeds"] = (n, config.embedding_size), np.float32
+    return some | {
         "x": ((n, config.n_embd), np.float32),
         "normed": ((max(pairs, r), columns), kind),
         "q": ((n, heads, padded), kind),
@@ -308,7 +329,7 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
         "inner": ((pairs, padded_columns(config.inner_size)), kind),
         "run_sums": ((run_sums_size(device),), np.float32),
         "tile_arrivals": ((MAX_SHARED * device.multiprocessors // 2,), np.uint32),
-        "logits": ((r, config.vocab_size), np.float32),
+        "logits": ((r, config.vocab_size if share.samples else share.vocab_size), np.float32),
         "every": ((max(n, r),), np.int32),
     }
 

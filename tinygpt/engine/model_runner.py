@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
+from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
@@ -52,7 +53,8 @@ class ModelSource:
     @classmethod
     def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
         """Open the checkpoint once."""
-        backends = [load_backend(args.device, dtype) for dtype in dtypes]
+        number = local_rank() if args.layout.size > 1 else 0
+        backends = [load_backend(args.device, dtype, number) for dtype in dtypes]
         checkpoint = open_checkpoint(args.checkpoint)
         if args.lora is not None:
             from ..weights.adapters.lora import merge_lora
@@ -166,8 +168,11 @@ def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
 
 
-def load_backend(device: str, dtype: str) -> ModuleType:
-    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available."""
+def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
+    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available.
+
+    number: of this process on its host.
+    """
     if device not in DEVICES:
         raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
@@ -180,7 +185,7 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if dtype != "auto":
         _check_dtype(dtype, backend)
     try:
-        backend.check_device()
+        backend.check_device(number)
     except DeviceError as error:
         raise RequestError(
             f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
@@ -256,7 +261,7 @@ class ModelRunner:
         self.kv_cache_dtype = source.kv_cache_dtype
         self._file = source.file
         self.backend = source.backend
-        _check_memory(source, engine_config)
+        check_memory(source, engine_config)
         started = time.perf_counter()
         self._params = source.load_params(threads)
         if source.adapters:
@@ -319,13 +324,14 @@ class ModelRunner:
             self._file.check_whole()
 
 
-def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:
+def check_memory(source: ModelSource, sizes: EngineConfig, share: Any = None) -> None:
+    """Raise RequestError before a load. share: of a rank."""
     config = source.config
     tied = source.checkpoint.tied
     slots = (sizes.num_slots, sizes.max_model_len)
     steps = (sizes.max_num_batched_tokens, sizes.max_num_logits)
     try:
-        source.backend.check_memory(config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps)
+        source.backend.check_memory(config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps, share)
     except DeviceError as error:
         raise RequestError(str(error)) from None
 

@@ -52,9 +52,9 @@ def launched_rank() -> int | None:
     return next((_number(name) for name in names if name in os.environ), None)
 
 
-def is_first_of_host() -> bool:
-    local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
-    return not local
+def local_rank() -> int:
+    """Return the number of this process on its host."""
+    return next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank()) or 0
 
 
 def launched_size() -> int:

@@ -1,0 +1,124 @@
+"""Ranks on GPUs: the bits of one GPU, from kernels that run.
+
+Ranks are threads with a simulated GPU each, or processes of mpiexec on the fake driver (support/fake_gpu.py).
+"""
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from support import fake_gpu
+from support.cuda_device import SimulatedDevice
+from support.family_models import write_family
+from support.golden_models import write_model
+from support.paths import ROOT
+from support.tables import rows
+from support.thread_world import digest, on_ranks
+from tinygpt import LLM, SamplingParams
+from tinygpt.kernels.cuda import device as devices
+from tinygpt.ranks.mpi import find_mpiexec
+
+SMALL = {"n_embd": 24, "n_head": 3, "n_layer": 3, "vocab_size": 61, "n_positions": 40}
+MODELS = {
+    "tied": SMALL,
+    "untied": SMALL | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
+}
+OPTIONS = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 8}
+CASES = rows("""
+tied    | float32  | [1, 2]
+untied  | bfloat16 | [1, 3]
+bloom-6 | float32  | [1, 2]
+gpt-1   | int8     | [1, 2]
+xglm    | float16  | [1, 2]
+""")
+FIRST, *OTHERS = CASES
+
+
+@pytest.fixture
+def _gpus(monkeypatch):
+    """Each rank has one, as a process has."""
+    of_thread = threading.local()
+    monkeypatch.setattr(
+        devices, "the_device", lambda: of_thread.__dict__.setdefault("device", SimulatedDevice())
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(model: str) -> str:
+        fields = MODELS.get(model)
+        return str(write_model(tmp_path, **fields) if fields else write_family(tmp_path, model))
+
+    return write
+
+
+def everything(llm: LLM) -> dict:
+    """A prompt in pieces next to others that decode, tokens that are drawn, and a prefix of a finished sequence."""
+    ids = [i * 7 % 61 for i in range(12)]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    drawn = replace(greedy, temperature=0.9, top_k=20, seed=3, repetition_penalty=1.2)
+    outputs = llm.generate([ids[:3], ids, [4]], [greedy, drawn, drawn])
+    after_prefix = llm.generate([[*ids, 5]], replace(greedy, logprobs=2))
+    return {
+        "logits": digest(llm.logits(ids)),
+        "hidden states": digest(llm.hidden_states(ids)),
+        "attentions": digest(llm.attentions(ids[:5])),
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "after a prefix": (after_prefix[0].outputs[0].token_ids, str(after_prefix[0].outputs[0].logprobs)),
+    }
+
+
+@pytest.mark.toolchain
+@pytest.mark.usefixtures("_gpus")
+@pytest.mark.parametrize(
+    ("model", "dtype", "layout"),
+    [FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+)
+def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layout):
+    path = folder(model)
+    with LLM(path, dtype=dtype, **OPTIONS) as llm:
+        expected = everything(llm)
+    with on_ranks(monkeypatch, layout, path, dtype=dtype, **OPTIONS) as (llm, _):
+        assert everything(llm) == expected
+
+
+PROGRAM = """
+import atexit, sys
+from support import fake_gpu
+fake_gpu.pytest_configure()
+from tinygpt import LLM, SamplingParams
+from tinygpt.kernels.cuda.device import the_device
+atexit.register(lambda: print(the_device().name))
+path, tensor, pipeline = sys.argv[1:]
+sizes = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
+with LLM(path, device="cuda", max_num_seqs=2, max_num_batched_tokens=8, **sizes) as llm:
+    params = SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True)
+    print(llm.logits([5, 6, 7]).tobytes().hex(), llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.toolchain
+def test_processes_share_the_gpus_of_their_host(folder, tmp_path_factory):
+    """Three ranks on two GPUs, of which each allocates on its own alone: the driver refuses another's memory."""
+    pytest.importorskip("mpi4py")
+    if missing := fake_gpu.why_not() or ("" if find_mpiexec() else "mpiexec"):
+        pytest.skip(f"needs {missing}")
+    path = folder("tied")
+    environment = fake_gpu.environment(tmp_path_factory.mktemp("fake-gpu"), "9.0") | {"FAKE_CUDA_GPUS": "2"}
+
+    def printed(tensor: int, pipeline: int) -> list[str]:
+        command = [find_mpiexec(), "-n", str(tensor * pipeline), sys.executable, "-c", PROGRAM]
+        command += [path, str(tensor), str(pipeline)]
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+        return sorted(result.stdout.splitlines())
+
+    answer, gpu = printed(1, 1)
+    assert gpu == "fake GPU 0"
+    assert printed(1, 3) == [answer, "fake GPU 0", "fake GPU 0", "fake GPU 1"]
