@@ -102,6 +102,7 @@ class RankShare:
     layers: range
     heads: range
     inner: range
+    stream: range  # columns of x that projections lead to
     vocab: range  # tokens of the head's rows here, and on a CPU of wte's
     n_embd: int
     head_size: int
@@ -139,6 +140,7 @@ class RankShare:
         return {
             "qkv": [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)],
             "heads": [range(start, stop)],
+            "stream": [self.stream],
             "inner": [self.inner],
             "vocab": [self.vocab],
         }
@@ -239,11 +241,18 @@ class Backend(Protocol):
 
 
 class RankBackend(Backend, Protocol):
-    """The functions for several ranks. `load_params`, `new_workspace` and `check_memory` take a share, too."""
+    """The functions for several ranks.
+
+    `load_params`, `new_workspace` and `check_memory` take a share, too. A workspace's `has_lost_rank` tells whether a
+    rank is gone.
+    """
 
     def share_of(
         self, config, dtype: str, layers: range, tensor_rank: int, tensor_size: int
     ) -> RankShare: ...
+
+    def share_embedding(self, workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
+        """Return the ids (N,) of the tokens that a rank embeds. starts: each rank's first token."""
 
     def stream_of(self, workspace, count: int) -> np.ndarray:
         """Return x (N, C) float32 of the last step's `count` tokens."""

@@ -291,6 +291,7 @@ def share_of(
         layers=layers,
         heads=range(heads[segments.start] // config.head_size, heads[segments.stop] // config.head_size),
         inner=range(inner[segments.start], inner[segments.stop]),
+        stream=range(config.n_embd),
         vocab=even_run(config.vocab_size, tensor_rank, tensor_size),
         n_embd=config.n_embd,
         head_size=config.head_size,

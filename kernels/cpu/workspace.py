@@ -72,6 +72,10 @@ class Workspace:
     team: TeamThreads
     hooked: dict[int, Buffers] = field(default_factory=dict)  # with hooks, by a step's first layer
 
+    @property
+    def has_lost_rank(self) -> bool:
+        return self.buffers.ranks is not None and bool(self.buffers.ranks.status[0])
+
 
 def new_workspace(
     config,

@@ -8,6 +8,7 @@ from .layers.adapters import with_adapters
 from .model import final_norm, forward, multi_step, stop_early
 from .params import DTYPES as ROWS
 from .params import load_params, share_of
+from .ranks import share_embedding
 from .sampling import filter_logits, logits_of, process_logits, sample
 from .workspace import check_memory, check_model, new_workspace, stream_of
 

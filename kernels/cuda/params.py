@@ -207,6 +207,7 @@ def share_of(
         layers,
         heads=even_run(config.n_head, *of_rank),
         inner=even_run(config.inner_size, *of_rank),
+        stream=even_run(config.n_embd, *of_rank),
         vocab=even_run(config.vocab_size, *of_rank),
         n_embd=config.n_embd,
         head_size=config.head_size,
@@ -225,11 +226,12 @@ def load_params(
     config = checkpoint.config
     share = share or share_of(config, dtype)
 
-    def weights(name: str, modules: list[str], n: int, k: int) -> Weights:
+    def weights(name: str, modules: list[str], runs: list[range], k: int) -> Weights:
         count = len(modules)
+        n = sum(map(len, runs))
         bias = np.zeros((count, n), np.float32)
         if name in LINEARS:
-            bias = stacked(checkpoint, [f"{module}.bias" for module in modules])
+            bias = _rows_of(stacked(checkpoint, [f"{module}.bias" for module in modules]).T, runs).T
         kind = dtype_of(name, dtype)
         rows = panel_count(n) * OUT_TILE
         panels = device.zeros((count, rows, padded_columns(k)), DTYPES[kind].array_type)
@@ -239,7 +241,7 @@ def load_params(
             each = f"{module}.weight"
             weight = checkpoint.tensor(each)
             check_range(each, weight, kind, DTYPES[kind].numbers.largest)
-            packed, scales[i] = pack(weight, kind)
+            packed, scales[i] = pack(_rows_of(weight, runs), kind)
             device.write(panels, packed, i * size)
             checkpoint.release(each)
         return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
@@ -259,13 +261,14 @@ def load_params(
     linears = {name: weights(name, *sizes) for name, sizes in layers.items()}
     has_positions = share.is_first and not config.has_alibi
     wpe = device.array(checkpoint.tensor("wpe.weight") if has_positions else np.zeros(1, np.float32))
+    slopes = config.alibi_slopes[share.heads.start : share.heads.stop]
     return Params(
         device=device,
         config=config,
         dtype=dtype,
         share=share,
         wpe=wpe,
-        slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
+        slopes=device.array(np.float32(slopes)) if slopes else wpe,
         linears={"lm_head": linears["wte"], **linears} if share.is_first else linears,
         norms=on_device(of_layers | final if is_pre else final),
         norms_after=on_device(embed if is_pre else of_layers | embed),
@@ -273,29 +276,40 @@ def load_params(
     )
 
 
-def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[list[str], int, int]]:
-    """Return the modules, the number of features and K of each linear layer, and of wte and lm_head."""
+def _rows_of(array: np.ndarray, runs: list[range]) -> np.ndarray:
+    """Return some rows, or all without a copy."""
+    if sum(map(len, runs)) == len(array):
+        return array
+    return np.concatenate([array[run.start : run.stop] for run in runs])
+
+
+def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[list[str], list[range], int]]:
+    """Return the modules, the features and K of each linear layer, and of wte and lm_head."""
     C = config.n_embd
     E = config.embedding_size
     F = config.inner_size
+    runs = share.runs
     layers = [f"h.{i}" for i in share.layers]
     experts = [f"h.{i}.mlp" for i in config.expert_layers]
     mlps = [f"{layers[i]}.mlp" for i in mlp_order(config, share)[: len(layers) - len(experts)]]
     mlps += [f"{mlp}.experts.{e}" for mlp in experts for e in range(config.num_experts)]
     found = {
-        "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], 3 * C, C),
-        "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], C, C),
-        "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], F, C),
-        "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], C, F),
+        "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], runs["qkv"], C),
+        "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], runs["stream"], C),
+        "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], runs["inner"], C),
+        "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], runs["stream"], F),
     }
     if share.is_first:
-        found["wte"] = ["wte"], config.vocab_size, E
-    if share.is_last and not (tied and share.is_first):
-        found["lm_head"] = ["lm_head"], config.vocab_size, E
+        found["wte"] = ["wte"], [range(config.vocab_size)], E
+    if share.is_last and not (tied and share.is_first and share.tensor_size == 1):
+        found["lm_head"] = ["lm_head"], runs["vocab"], E
     if config.embed_dim:
-        found |= {"project_in": (["project_in"], C, E), "project_out": (["project_out"], E, C)}
+        found |= {
+            "project_in": (["project_in"], [range(C)], E),
+            "project_out": (["project_out"], [range(E)], C),
+        }
     if experts:
-        found[GATE] = [f"{mlp}.gate" for mlp in experts], config.num_experts, C
+        found[GATE] = [f"{mlp}.gate" for mlp in experts], [range(config.num_experts)], C
     return found
 
 
@@ -313,7 +327,8 @@ def params_bytes(config: Any, dtype: str, tied: bool, share: RankShare) -> int:
     C = config.n_embd
     linears = sum(
         len(modules) * (_linear_bytes(n, k, dtype_of(name, dtype)) + 4 * n)
-        for name, (modules, n, k) in linear_layers(config, tied, share).items()
+        for name, (modules, runs, k) in linear_layers(config, tied, share).items()
+        for n in [sum(map(len, runs))]
     )
     num_norms = 2 * share.n_layer + config.final_norm * share.is_last + config.embed_norm * share.is_first
     positions = C * config.n_positions if share.is_first and not config.has_alibi else 1

@@ -19,6 +19,7 @@ from .layers.experts import max_tiles
 from .layers.gemm import MAX_SHARED, run_sums_size
 from .layers.linear import TILE_BOUNDS
 from .params import DTYPES, padded_columns, params_bytes, share_of
+from .ranks import Ranks
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, steps done without the host, pairs of a token and an expert.
 NUM_TOKENS = 0
@@ -178,6 +179,16 @@ class Workspace:
     sampling: SamplingBuffers | None  # of the first rank alone
     max_shape: MaxShape
     graphs: Graphs
+    ranks: Ranks | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of the step's tokens."""
+        return int(self.inputs.mirror.host["sizes"][NUM_TOKENS])
+
+    @property
+    def has_lost_rank(self) -> bool:
+        return self.ranks is not None and bool(self.ranks.status[0])
 
     @functools.cached_property
     def sums(self) -> Any:
@@ -194,7 +205,7 @@ def new_workspace(
     share: RankShare | None = None,
     allgather: Any = None,
 ) -> Workspace:
-    """share: a rank's, else all."""
+    """share: a rank's, else all. allgather: Ranks', if several ranks share the layers."""
     share = share or share_of(config, dtype)
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
@@ -209,6 +220,7 @@ def new_workspace(
         sampling=new_sampling_buffers(device, config, max_shape) if share.samples else None,
         max_shape=max_shape,
         graphs=Graphs(device),
+        ranks=None if allgather is None else Ranks.of(config, dtype, share, allgather),
         **{"narrow": arrays["normed"], "embeds": arrays["x"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))

@@ -28,11 +28,12 @@ MODELS = {
 }
 OPTIONS = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 8}
 CASES = rows("""
-tied    | float32  | [1, 2]
-untied  | bfloat16 | [1, 3]
-bloom-6 | float32  | [1, 2]
-gpt-1   | int8     | [1, 2]
-xglm    | float16  | [1, 2]
+tied    | float32  | [[2, 1], [1, 2]]
+tied    | bfloat16 | [[3, 1]]
+untied  | bfloat16 | [[1, 3], [2, 2]]
+bloom-6 | float32  | [[1, 2], [4, 1]]
+gpt-1   | int8     | [[1, 2], [3, 1]]
+xglm    | float16  | [[1, 2], [2, 1]]
 """)
 FIRST, *OTHERS = CASES
 
@@ -74,15 +75,16 @@ def everything(llm: LLM) -> dict:
 @pytest.mark.toolchain
 @pytest.mark.usefixtures("_gpus")
 @pytest.mark.parametrize(
-    ("model", "dtype", "layout"),
+    ("model", "dtype", "layouts"),
     [FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
-def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layout):
+def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layouts):
     path = folder(model)
     with LLM(path, dtype=dtype, **OPTIONS) as llm:
         expected = everything(llm)
-    with on_ranks(monkeypatch, layout, path, dtype=dtype, **OPTIONS) as (llm, _):
-        assert everything(llm) == expected
+    for layout in layouts:
+        with on_ranks(monkeypatch, layout, path, dtype=dtype, **OPTIONS) as (llm, _):
+            assert everything(llm) == expected
 
 
 PROGRAM = """
@@ -122,3 +124,4 @@ def test_processes_share_the_gpus_of_their_host(folder, tmp_path_factory):
     answer, gpu = printed(1, 1)
     assert gpu == "fake GPU 0"
     assert printed(1, 3) == [answer, "fake GPU 0", "fake GPU 0", "fake GPU 1"]
+    assert printed(2, 1) == [answer, "fake GPU 0", "fake GPU 1"]

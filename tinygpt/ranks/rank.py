@@ -40,10 +40,6 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
     )
     if device not in RANK_DEVICES:
         raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU or on GPUs.")
-    if device == "cuda" and layout.tensor_size > 1:
-        raise RequestError(
-            f"device is {device!r}, {sizes}: on GPUs ranks share no layer: use pipeline_parallel_size."
-        )
     if unsupported := config.unsupported(SUPPORTED):
         named = ", ".join(f"{name} is {value!r}" for name, value in unsupported.items())
         raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
@@ -52,7 +48,12 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
             f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
             "pipeline_parallel_size",
         )
-    if layout.tensor_size > 1 and not can_share(config, dtype):
+    if layout.tensor_size > config.n_head:
+        raise RequestError(
+            f"is {layout.tensor_size} and this model has {config.n_head} heads: each rank takes one or more.",
+            "tensor_parallel_size",
+        )
+    if layout.tensor_size > 1 and device == "cpu" and not can_share(config, dtype):
         raise RequestError(
             f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
             f"{config.inner_size} hidden units cannot be shared in {dtype} with the same results: use another dtype, "
@@ -250,7 +251,7 @@ class RankModel:
         return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
-        if self._layout.tensor_size > 1 and self._workspace.buffers.ranks.status[0]:
+        if self._workspace.has_lost_rank:
             raise TinyGPTError("another rank is gone.")
         if not self.share.is_last:
             x = self._backend.stream_of(self._workspace, batch.token_ids.size)
