@@ -251,8 +251,8 @@ class RankBackend(Backend, Protocol):
         self, config, dtype: str, layers: range, tensor_rank: int, tensor_size: int
     ) -> RankShare: ...
 
-    def share_embedding(self, workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
-        """Return the ids (N,) of the tokens that a rank embeds. starts: each rank's first token."""
+    def share_embedding(self, workspace, batch: Batch, starts: np.ndarray, rank: int) -> Batch:
+        """Return what a rank embeds of a batch, of which rank 0 has the embeds. starts: each rank's first token."""
 
     def stream_of(self, workspace, count: int) -> np.ndarray:
         """Return x (N, C) float32 of the last step's `count` tokens."""

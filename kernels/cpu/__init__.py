@@ -3,7 +3,7 @@
 from ..backend import LOOKS, no_op
 from . import arrays as PACKED
 from . import dtypes
-from .arrays import can_share, share_of
+from .arrays import share_of
 from .kv_cache import KINDS, copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from .layers.linear import with_adapters
 from .load import load_params

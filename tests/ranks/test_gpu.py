@@ -13,7 +13,7 @@ import pytest
 from support import fake_gpu
 from support.cuda_device import SimulatedDevice
 from support.family_models import write_family
-from support.golden_models import write_model
+from support.golden_models import golden_array, write_model
 from support.paths import ROOT
 from support.tables import rows
 from support.thread_world import digest, on_ranks
@@ -63,12 +63,15 @@ def everything(llm: LLM) -> dict:
     drawn = replace(greedy, temperature=0.9, top_k=20, seed=3, repetition_penalty=1.2)
     outputs = llm.generate([ids[:3], ids, [4]], [greedy, drawn, drawn])
     after_prefix = llm.generate([[*ids, 5]], replace(greedy, logprobs=2))
+    embeds = golden_array("embeds", (3, llm.config.n_embd))
+    embedded = llm.generate([ids[:2]], replace(greedy, prompt_embeds=embeds, max_tokens=1, logprobs=2))
     return {
         "logits": digest(llm.logits(ids)),
         "hidden states": digest(llm.hidden_states(ids)),
         "attentions": digest(llm.attentions(ids[:5])),
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "after a prefix": (after_prefix[0].outputs[0].token_ids, str(after_prefix[0].outputs[0].logprobs)),
+        "embeds": str(embedded[0].outputs[0].logprobs),
     }
 
 

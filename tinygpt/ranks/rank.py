@@ -43,16 +43,13 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
     if unsupported := config.unsupported(SUPPORTED):
         named = ", ".join(f"{name} is {value!r}" for name, value in unsupported.items())
         raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
-    if layout.pipeline_size > config.n_layer:
-        raise RequestError(
-            f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
-            "pipeline_parallel_size",
-        )
-    if layout.tensor_size > config.n_head:
-        raise RequestError(
-            f"is {layout.tensor_size} and this model has {config.n_head} heads: each rank takes one or more.",
-            "tensor_parallel_size",
-        )
+    parts = {
+        "pipeline_parallel_size": (layout.pipeline_size, config.n_layer, "layers: each stage"),
+        "tensor_parallel_size": (layout.tensor_size, config.n_head, "heads: each rank"),
+    }
+    for name, (size, count, what) in parts.items():
+        if size > count:
+            raise RequestError(f"is {size} and this model has {count} {what} takes one or more.", name)
     if layout.tensor_size > 1 and device == "cpu" and not can_share(config, dtype):
         raise RequestError(
             f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
@@ -245,10 +242,7 @@ class RankModel:
             return replace(batch, token_ids=-1 - np.arange(count, dtype=np.int32), embeds=x)
         if self._layout.tensor_size == 1:
             return batch
-        token_ids = self._backend.share_embedding(
-            self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank
-        )
-        return replace(batch, token_ids=token_ids)
+        return self._backend.share_embedding(self._workspace, batch, self._vocab_starts, self._tensor_rank)
 
     def _pass_on(self, batch: Batch) -> None:
         if self._workspace.has_lost_rank:
