@@ -95,57 +95,6 @@ class Batch:
         return np.repeat(self.slots, np.diff(self.seq_starts))
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """A rank's layers, heads, hidden units and tokens, in place of the model's config."""
-
-    layers: range
-    heads: range
-    inner: range
-    stream: range  # columns of x that projections lead to
-    vocab: range  # tokens of the head's rows here, and on a CPU of wte's
-    n_embd: int
-    head_size: int
-    is_first: bool  # stage: it embeds
-    is_last: bool  # stage: it has ln_f and the head
-    tensor_rank: int
-    tensor_size: int  # ranks that share these layers
-
-    @property
-    def n_layer(self) -> int:
-        return len(self.layers)
-
-    @property
-    def n_head(self) -> int:
-        return len(self.heads)
-
-    @property
-    def inner_size(self) -> int:
-        return len(self.inner)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the logits' columns; 1 for a stage without a head."""
-        return len(self.vocab) if self.is_last else 1
-
-    @property
-    def samples(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.is_first and self.tensor_rank == 0
-
-    @property
-    def runs(self) -> dict[str, list[range]]:
-        start = self.heads.start * self.head_size
-        stop = self.heads.stop * self.head_size
-        return {
-            "qkv": [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)],
-            "heads": [range(start, stop)],
-            "stream": [self.stream],
-            "inner": [self.inner],
-            "vocab": [self.vocab],
-        }
-
-
 class Hooks(Protocol):
     """A caller inside a step: its arrays at some points, as they come by.
 
@@ -238,27 +187,6 @@ class Backend(Protocol):
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """Write keys and values, float32 or as read."""
-
-
-class RankBackend(Backend, Protocol):
-    """The functions for several ranks.
-
-    `load_params`, `new_workspace` and `check_memory` take a share, too. A workspace's `has_lost_rank` tells whether a
-    rank is gone.
-    """
-
-    def share_of(
-        self, config, dtype: str, layers: range, tensor_rank: int, tensor_size: int
-    ) -> RankShare: ...
-
-    def share_embedding(self, workspace, batch: Batch, starts: np.ndarray, rank: int) -> Batch:
-        """Return what a rank embeds of a batch, of which rank 0 has the embeds. starts: each rank's first token."""
-
-    def stream_of(self, workspace, count: int) -> np.ndarray:
-        """Return x (N, C) float32 of the last step's `count` tokens."""
-
-    def logits_of(self, workspace, logits: np.ndarray, first_row: int) -> Any:
-        """Return the host's logits (R, V), of rows that `forward` could write, as `sample` takes them."""
 
 
 def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:

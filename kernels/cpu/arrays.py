@@ -1,12 +1,13 @@
 """A model's arrays: one table, from which loading, converted files and ranks derive; and Params, which kernels read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import KINDS, LINEARS, NORMS, RankShare
+from ..backend import KINDS, LINEARS, NORMS
 from ..numbers import even_run
+from ..rank_share import RankShare
 from .dtypes import DTYPES, new_weight, panel_count, weight_layout
 from .layers.activations import ACTIVATIONS
 from .layers.linear import MAX_SEGMENTS, Linear, quarters, whole
@@ -279,27 +280,13 @@ def share_of(
     config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
 ) -> CpuShare:
     """Return a rank's share of a model, by default all. Ranks share the segments of K."""
-    layers = range(config.n_layer) if layers is None else layers
-    heads = head_segments(config, dtype)
-    inner = inner_segments(config, dtype)
-    segments = even_run(4, tensor_rank, tensor_size)
+    share = CpuShare.even(config, layers, tensor_rank, tensor_size)
     if tensor_size == 1:
-        heads = heads[[0, -1]]
-        inner = inner[[0, -1]]
-        segments = range(1)
-    return CpuShare(
-        layers=layers,
-        heads=range(heads[segments.start] // config.head_size, heads[segments.stop] // config.head_size),
-        inner=range(inner[segments.start], inner[segments.stop]),
-        stream=range(config.n_embd),
-        vocab=even_run(config.vocab_size, tensor_rank, tensor_size),
-        n_embd=config.n_embd,
-        head_size=config.head_size,
-        is_first=layers.start == 0,
-        is_last=layers.stop == config.n_layer,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
+        return share
+    bounds = [share.segments.start, share.segments.stop]
+    heads = head_segments(config, dtype)[bounds] // config.head_size
+    inner = inner_segments(config, dtype)[bounds]
+    return replace(share, heads=range(*heads.tolist()), inner=range(*inner.tolist()))
 
 
 def _cut_weight(array: Array, weight: Any, runs: list[range]) -> Any:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, uint32
 
-from ..backend import KINDS, LINEARS, NORMS, RankShare
-from ..numbers import check_range, even_run, from_bfloat16, stacked, to_bfloat16
+from ..backend import KINDS, LINEARS, NORMS
+from ..numbers import check_range, from_bfloat16, stacked, to_bfloat16
+from ..rank_share import RankShare
 from . import device as devices
 from .jit import AMPERE, BF16, F16, bits_to_float32, device_function, int8_to_bfloat16
 
@@ -201,21 +202,7 @@ def share_of(
     config: Any, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
 ) -> RankShare:
     """Return a rank's share of a model, by default all."""
-    layers = range(config.n_layer) if layers is None else layers
-    of_rank = tensor_rank, tensor_size
-    return RankShare(
-        layers,
-        heads=even_run(config.n_head, *of_rank),
-        inner=even_run(config.inner_size, *of_rank),
-        stream=even_run(config.n_embd, *of_rank),
-        vocab=even_run(config.vocab_size, *of_rank),
-        n_embd=config.n_embd,
-        head_size=config.head_size,
-        is_first=layers.start == 0,
-        is_last=layers.stop == config.n_layer,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
+    return RankShare.even(config, layers, tensor_rank, tensor_size)
 
 
 def load_params(

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import Batch, RankShare
+from ..backend import Batch
+from ..rank_share import RankShare
 from .layers.epilogue import ADD, LOGITS, QKV
 from .params import padded_columns, share_of
 
@@ -68,12 +69,10 @@ def gather(workspace: Any, name: str, array: Any) -> None:
     if ranks is None:
         return
     columns = ranks.columns(name)
-    count = workspace.num_tokens
-    width = array.size // workspace.max_shape.tokens
-    rows = workspace.device.read(array, count * width).reshape(count, width)
-    longest = max(map(len, columns))
     own = columns[ranks.rank]
-    sent = np.zeros((count, longest + longest % 2), rows.dtype)  # two float16 are a float32
+    rows = workspace.read_tokens(array)
+    longest = max(map(len, columns))
+    sent = np.zeros((len(rows), longest + longest % 2), rows.dtype)  # two float16 are a float32
     sent[:, : len(own)] = rows[:, own.start : own.stop]
     for part, of_rank in zip(columns, ranks.exchange(sent), strict=True):
         rows[:, part.start : part.stop] = of_rank[:, : len(part)]

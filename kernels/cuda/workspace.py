@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import MAX_STEPS, DeviceError, RankShare, query_tiles
+from ..backend import MAX_STEPS, DeviceError, query_tiles
+from ..rank_share import RankShare
 from . import device as devices
 from .device import Graphs, need_capability
 from .draw import NUM_SETTINGS
@@ -181,10 +182,11 @@ class Workspace:
     graphs: Graphs
     ranks: Ranks | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of the step's tokens."""
-        return int(self.inputs.mirror.host["sizes"][NUM_TOKENS])
+    def read_tokens(self, array: Any) -> np.ndarray:
+        """Return the rows of a step's tokens, on the host."""
+        count = int(self.inputs.mirror.host["sizes"][NUM_TOKENS])
+        width = array.size // self.max_shape.tokens
+        return self.device.read(array, count * width).reshape(count, width)
 
     @property
     def has_lost_rank(self) -> bool:
@@ -297,9 +299,8 @@ def fill(workspace: Workspace, batch) -> None:
 
 
 def stream_of(workspace: Workspace, count: int) -> np.ndarray:
-    """Return x (N, C) of the last step's `count` tokens, on the host."""
-    columns = workspace.x.size // workspace.max_shape.tokens
-    return workspace.device.read(workspace.x, count * columns).reshape(count, columns)
+    """Return x (N, C) of the last step's tokens."""
+    return workspace.read_tokens(workspace.x)
 
 
 def _num_bytes(shapes: Shapes) -> int:

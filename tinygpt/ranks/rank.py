@@ -10,9 +10,10 @@ import numpy as np
 
 from ..engine.model_runner import ModelSource, check_memory
 from ..errors import RequestError, TinyGPTError
-from ..kernels.backend import Batch, RankBackend, RankShare
+from ..kernels.backend import Batch
 from ..kernels.cpu.arrays import can_share
 from ..kernels.numbers import even_bounds
+from ..kernels.rank_share import RankBackend, RankShare
 from ..llm_args import EngineConfig
 from ..look.captures import Place, captured
 from ..weights.config import ModelConfig
