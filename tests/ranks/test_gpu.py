@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support import fake_gpu
@@ -18,8 +19,13 @@ from support.paths import ROOT
 from support.tables import rows
 from support.thread_world import digest, on_ranks
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.model_runner import ModelSource
+from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda import device as devices
-from tinygpt.ranks.mpi import find_mpiexec
+from tinygpt.kernels.cuda.workspace import bytes_needed
+from tinygpt.llm_args import LLMArgs
+from tinygpt.ranks.mpi import Layout, find_mpiexec
+from tinygpt.ranks.rank import share_of_rank
 
 SMALL = {"n_embd": 24, "n_head": 3, "n_layer": 3, "vocab_size": 61, "n_positions": 40}
 MODELS = {
@@ -88,6 +94,32 @@ def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layou
     for layout in layouts:
         with on_ranks(monkeypatch, layout, path, dtype=dtype, **OPTIONS) as (llm, _):
             assert everything(llm) == expected
+
+
+@pytest.mark.usefixtures("_gpus")
+@pytest.mark.parametrize(
+    ("model", "dtype", "layout"),
+    [("tied", "float16", Layout(2, 1)), ("untied", "int8", Layout(3, 3)), ("bloom-6", "float32", Layout(4, 2))],
+)
+def test_a_ranks_memory_is_what_was_counted(monkeypatch, folder, model, dtype, layout):
+    sizes = []
+
+    def noted(array: np.ndarray) -> np.ndarray:
+        sizes.append(array.nbytes)
+        return array
+
+    zeros = SimulatedDevice.zeros
+    monkeypatch.setattr(SimulatedDevice, "zeros", lambda *arguments: noted(zeros(*arguments)))
+    source = ModelSource.open(LLMArgs(folder(model), dtype, device="cuda"))
+    config, kv_cache_dtype = source.config, source.kv_cache_dtype
+    for rank in range(layout.size):
+        share = share_of_rank(cuda, layout, rank, config, dtype)
+        sizes.clear()
+        source.load_params(1, share=share)
+        cuda.new_kv_cache(share, 3, 20, kv_cache_dtype)
+        cuda.new_workspace(config, 8, 4, 1, dtype, share)
+        slots = source.checkpoint.tied, dtype, kv_cache_dtype, 3, 20
+        assert sum(sizes) == sum(bytes_needed(config, *slots, 8, 4, share).values())
 
 
 PROGRAM = """
