@@ -161,9 +161,7 @@ class Workspace:
 
     device: Any
     inputs: Inputs
-    embeds: (
-        Any  # (N, E) float32, embeddings of tokens with a negative id; x, of a stage that is given its input
-    )
+    embeds: Any  # (N, E) float32, of tokens with a negative id; x, of a stage that is given its input
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)

@@ -99,7 +99,11 @@ def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layou
 @pytest.mark.usefixtures("_gpus")
 @pytest.mark.parametrize(
     ("model", "dtype", "layout"),
-    [("tied", "float16", Layout(2, 1)), ("untied", "int8", Layout(3, 3)), ("bloom-6", "float32", Layout(4, 2))],
+    [
+        ("tied", "float16", Layout(2, 1)),
+        ("untied", "int8", Layout(3, 3)),
+        ("bloom-6", "float32", Layout(4, 2)),
+    ],
 )
 def test_a_ranks_memory_is_what_was_counted(monkeypatch, folder, model, dtype, layout):
     sizes = []
