@@ -128,6 +128,8 @@ REFUSED = rows("""
 2 | 1  | {"n_embd": 96, "n_head": 3} | float32 | cpu | 3 heads of 32 and 384 hidden units
 2 | 1  | {"n_embd": 96, "n_head": 4} | int8 | cpu | cannot be shared in int8 with the same results
 4 | 1  | {"n_embd": 96, "n_head": 3} | int8 | cuda | tensor_parallel_size is 4 and this model has 3 heads: each rank
+4 | 1  | {"n_inner": 2} | int8 | cuda | tensor_parallel_size is 4 and this model has 2 hidden units: each rank
+4 | 1  | {"vocab_size": 3} | int8 | cpu | tensor_parallel_size is 4 and this model has 3 tokens: each rank
 2 | 1  | {"embed_dim": 512, "num_experts": 4} | float32 | cpu
   | embed_dim is 512, num_experts is 4, which several ranks cannot run
 2 | 1  | {"positions": "rotary"} | float32 | cpu | this model's positions is 'rotary', which several ranks cannot run

@@ -44,13 +44,15 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
     if unsupported := config.unsupported(SUPPORTED):
         named = ", ".join(f"{name} is {value!r}" for name, value in unsupported.items())
         raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
-    parts = {
-        "pipeline_parallel_size": (layout.pipeline_size, config.n_layer, "layers: each stage"),
-        "tensor_parallel_size": (layout.tensor_size, config.n_head, "heads: each rank"),
+    least = {
+        "layers: each stage": ("pipeline_parallel_size", layout.pipeline_size, config.n_layer),
+        "heads: each rank": ("tensor_parallel_size", layout.tensor_size, config.n_head),
+        "hidden units: each rank": ("tensor_parallel_size", layout.tensor_size, config.inner_size),
+        "tokens: each rank": ("tensor_parallel_size", layout.tensor_size, config.vocab_size),
     }
-    for name, (size, count, what) in parts.items():
+    for parts, (name, size, count) in least.items():
         if size > count:
-            raise RequestError(f"is {size} and this model has {count} {what} takes one or more.", name)
+            raise RequestError(f"is {size} and this model has {count} {parts} takes one or more.", name)
     if layout.tensor_size > 1 and device == "cpu" and not can_share(config, dtype):
         raise RequestError(
             f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
