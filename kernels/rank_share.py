@@ -72,9 +72,12 @@ class RankShare:
 class RankBackend(Backend, Protocol):
     """The functions for several ranks.
 
-    `load_params`, `new_workspace` and `check_memory` take a share, too. A workspace's `has_lost_rank` tells whether a
-    rank is gone.
+    `load_params` and `new_workspace` take a share, too, and `check_memory` those of a GPU's ranks. A workspace's
+    `has_lost_rank` tells whether a rank is gone.
     """
+
+    def gpu_room(self) -> tuple[str, int] | None:
+        """Return the identity and the free bytes of this process's GPU, None on a CPU."""
 
     def share_of(
         self, config, dtype: str, layers: range, tensor_rank: int, tensor_size: int

@@ -15,7 +15,7 @@ DTYPES = tuple(dtypes.DTYPES)
 MAX_STEP_TOKENS = 512
 QUEUES_STEPS = False
 SEEN = CHANGED = LOOKS
-check_device = check_model = check_memory = no_op
+check_device = check_model = check_memory = gpu_room = no_op
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from .params import DTYPES as ROWS
 from .params import load_params, share_of
 from .ranks import share_embedding
 from .sampling import filter_logits, logits_of, process_logits, sample
-from .workspace import check_memory, check_model, new_workspace, stream_of
+from .workspace import check_memory, check_model, gpu_room, new_workspace, stream_of
 
 DTYPES = tuple(ROWS)
 MAX_STEP_TOKENS = 2048

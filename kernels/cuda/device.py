@@ -56,6 +56,7 @@ class Device:
         self._reading_handle = int(self._reading)
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         self.name = gpu.name
+        self.uuid = gpu.uuid
         self.capability = tuple(gpu.compute_capability[:2])
         self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
         self.shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN

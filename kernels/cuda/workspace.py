@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,18 +262,30 @@ def check_model(config: Any) -> None:
         )
 
 
-def check_memory(*sizes) -> None:
-    """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed."""
+def gpu_room() -> tuple[str, int]:
+    """Return the GPU's identity and its free bytes."""
+    device = devices.the_device()
+    return device.uuid, device.free_bytes()
+
+
+def check_memory(*sizes, shares: Sequence[RankShare | None] = (None,), free: int | None = None) -> None:
+    """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed.
+
+    shares: of the ranks on this GPU, which had `free` bytes before any of them loads.
+    """
     _, _, dtype, *_ = sizes
     device = devices.the_device()
     need_capability(device.capability, DTYPES[dtype].numbers.oldest, dtype)
-    needed = bytes_needed(*sizes)
-    free = device.free_bytes()
+    needed = Counter()
+    for share in shares:
+        needed.update(bytes_needed(*sizes, share))
+    free = device.free_bytes() if free is None else free
     total = sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
+        what = "this takes" if len(shares) == 1 else f"{len(shares)} ranks on this GPU take"
         raise DeviceError(
-            f"this takes {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
+            f"{what} {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
             "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
             "dtype."
         )

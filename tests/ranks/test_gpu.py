@@ -6,6 +6,7 @@ Ranks are threads with a simulated GPU each, or processes of mpiexec on the fake
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +18,10 @@ from support.family_models import write_family
 from support.golden_models import golden_array, write_model
 from support.paths import ROOT
 from support.tables import rows
-from support.thread_world import digest, on_ranks
+from support.thread_world import digest, on_ranks, sized
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_runner import ModelSource
+from tinygpt.errors import RequestError
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda import device as devices
 from tinygpt.kernels.cuda.workspace import bytes_needed
@@ -124,6 +126,33 @@ def test_a_ranks_memory_is_what_was_counted(monkeypatch, folder, model, dtype, l
         cuda.new_workspace(config, 8, 4, 1, dtype, share)
         slots = source.checkpoint.tied, dtype, kv_cache_dtype, 3, 20
         assert sum(sizes) == sum(bytes_needed(config, *slots, 8, 4, share).values())
+
+
+@pytest.mark.parametrize(("ranks_of_a_gpu", "layout"), [(1, (1, 3)), (2, (1, 3)), (3, (3, 1))])
+def test_ranks_that_share_a_gpu_count_each_others_memory(monkeypatch, folder, ranks_of_a_gpu, layout):
+    """Each rank alone fits."""
+    gpus = [SimulatedDevice() for _ in range(3)]
+    threads = []  # of ranks
+
+    def the_device() -> SimulatedDevice:
+        if (thread := threading.get_ident()) not in threads:
+            threads.append(thread)
+        return gpus[threads.index(thread) // ranks_of_a_gpu]
+
+    monkeypatch.setattr(devices, "the_device", the_device)
+    path = folder("tied")
+    args = LLMArgs(path, "float32", **sized(Layout(*layout)) | OPTIONS)
+    config = ModelSource.open(args).config
+    sizes = args.sizes(config, cuda.MAX_STEP_TOKENS)
+    slots = sizes.num_slots, sizes.max_model_len, sizes.max_num_batched_tokens, sizes.max_num_logits
+    shares = [share_of_rank(cuda, Layout(*layout), rank, config, "float32") for rank in range(3)]
+    needs = [sum(bytes_needed(config, True, "float32", "float32", *slots, s).values()) for s in shares]
+    for gpu in gpus:
+        gpu._free = max(needs)
+    refused = pytest.raises(RequestError, match=f"{ranks_of_a_gpu} ranks on this GPU take")
+    ranks = on_ranks(monkeypatch, layout, path, dtype="float32", **OPTIONS)
+    with refused if ranks_of_a_gpu > 1 else nullcontext(), ranks:
+        pass
 
 
 PROGRAM = """

@@ -324,14 +324,16 @@ class ModelRunner:
             self._file.check_whole()
 
 
-def check_memory(source: ModelSource, sizes: EngineConfig, share: Any = None) -> None:
-    """Raise RequestError before a load. share: of a rank."""
+def check_memory(source: ModelSource, sizes: EngineConfig, **of_ranks: Any) -> None:
+    """Raise RequestError before a load. of_ranks: shares, and the free bytes of their GPU."""
     config = source.config
     tied = source.checkpoint.tied
     slots = (sizes.num_slots, sizes.max_model_len)
     steps = (sizes.max_num_batched_tokens, sizes.max_num_logits)
     try:
-        source.backend.check_memory(config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps, share)
+        source.backend.check_memory(
+            config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps, **of_ranks
+        )
     except DeviceError as error:
         raise RequestError(str(error)) from None
 

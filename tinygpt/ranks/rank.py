@@ -118,6 +118,7 @@ class RankModel:
     """All ranks call the same methods in one order.
 
     allgather: World's, of the ranks that share the rank's layers, or None.
+    rooms: of all ranks, as of RankBackend.gpu_room, before any of them loads.
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
     """
 
@@ -129,6 +130,7 @@ class RankModel:
         source: ModelSource,
         sizes: EngineConfig,
         threads: int,
+        rooms: list[tuple[str, int] | None],
     ):
         self._world = world
         self._layout = layout
@@ -141,7 +143,10 @@ class RankModel:
             for rank in range(layout.size)
         ]
         self.share = self._shares[world.rank]
-        check_memory(source, sizes, self.share)
+        if (room := rooms[world.rank]) is not None:
+            alike = [i for i, other in enumerate(rooms) if other is not None and other[0] == room[0]]
+            free = min(rooms[i][1] for i in alike)
+            check_memory(source, sizes, shares=[self._shares[i] for i in alike], free=free)
         self._params = source.load_params(threads, share=self.share)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.share, *slots, source.kv_cache_dtype)
