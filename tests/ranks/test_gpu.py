@@ -156,24 +156,36 @@ def test_ranks_that_share_a_gpu_count_each_others_memory(monkeypatch, folder, ra
 
 
 PROGRAM = """
-import atexit, sys
+import atexit, contextlib, io, json, sys
 from support import fake_gpu
 fake_gpu.pytest_configure()
+from support.bench_records import LIMITS
 from tinygpt import LLM, SamplingParams
+from tinygpt.bench import sweep
+from tinygpt.cli.main import main
 from tinygpt.kernels.cuda.device import the_device
 atexit.register(lambda: print(the_device().name))
-path, tensor, pipeline = sys.argv[1:]
+path, tensor, pipeline = sys.argv[1:4]
 sizes = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
 with LLM(path, device="cuda", max_num_seqs=2, max_num_batched_tokens=8, **sizes) as llm:
     params = SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True)
     print(llm.logits([5, 6, 7]).tobytes().hex(), llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+sweep.measure_limits = lambda *_: LIMITS
+words = ["bench", *sys.argv[4:], "--tensor-parallel-size", tensor, "--pipeline-parallel-size", pipeline]
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    assert main([*words, "--model", path]) == 0
+print(*[(record["gpu_info"], record["split_mode"]) for record in json.loads(out.getvalue())])
 """
+BENCH = "--device cuda --batch-sizes 1 --prompt-lengths 3 --new-tokens 0 --repetitions 1 --format json"
 
 
 @pytest.mark.slow
 @pytest.mark.toolchain
 def test_processes_share_the_gpus_of_their_host(folder, tmp_path_factory):
-    """Three ranks on two GPUs, of which each allocates on its own alone: the driver refuses another's memory."""
+    """Three ranks on two GPUs, of which each allocates on its own alone: the driver refuses another's memory.
+
+    After an LLM, `tinygpt bench` opens another on the same ranks.
+    """
     pytest.importorskip("mpi4py")
     if missing := fake_gpu.why_not() or ("" if find_mpiexec() else "mpiexec"):
         pytest.skip(f"needs {missing}")
@@ -182,14 +194,15 @@ def test_processes_share_the_gpus_of_their_host(folder, tmp_path_factory):
 
     def printed(tensor: int, pipeline: int) -> list[str]:
         command = [find_mpiexec(), "-n", str(tensor * pipeline), sys.executable, "-c", PROGRAM]
-        command += [path, str(tensor), str(pipeline)]
+        command += [path, str(tensor), str(pipeline), *BENCH.split()]
         result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return sorted(result.stdout.splitlines())
 
-    answer, gpu = printed(1, 1)
-    assert gpu == "fake GPU 0"
-    assert printed(1, 3) == [answer, "fake GPU 0", "fake GPU 0", "fake GPU 1"]
-    assert printed(2, 1) == [answer, "fake GPU 0", "fake GPU 1"]
+    *measured, answer, gpu = printed(1, 1)
+    assert (measured, gpu) == (["('fake GPU 0', 'none')"], "fake GPU 0")
+    split = "('fake GPU 0', 'tensor {} x pipeline {}')".format
+    assert printed(1, 3) == [split(1, 3), answer, "fake GPU 0", "fake GPU 0", "fake GPU 1"]
+    assert printed(2, 1) == [split(2, 1), answer, "fake GPU 0", "fake GPU 1"]
