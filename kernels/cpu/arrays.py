@@ -8,7 +8,7 @@ import numpy as np
 from ..backend import KINDS, LINEARS, NORMS
 from ..numbers import even_run
 from ..rank_share import RankShare
-from .dtypes import DTYPES, new_weight, panel_count, weight_layout
+from .dtypes import DTYPES, new_weight, panel_count, unpack, weight_layout
 from .layers.activations import ACTIVATIONS
 from .layers.linear import MAX_SEGMENTS, Linear, quarters, whole
 from .simd.tiles import OUT_TILE
@@ -168,6 +168,33 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "CpuShar
         if share.has(array)
     }
     return new_params(config, dtype, given, share)
+
+
+def parameter_of(arrays: dict[str, np.ndarray], config, dtype: str, name: str) -> np.ndarray:
+    """Return a parameter of a file's arrays, by its name in a checkpoint, in float32.
+
+    A layer norm and the linear layer after it keep the factors that even out the channels between them.
+    """
+    table = model_arrays(config, dtype, "wte.panels" not in arrays)
+    *place, kind = name.split(".")
+    is_of_layer = place[0] == "h"
+    layer = int(place[1]) if is_of_layer else 0
+    part = ".".join(place[2:]) if is_of_layer else place[0]
+    ours = next((ours for ours, theirs in LINEARS.items() if theirs == part), part)
+    if ours == "wte" and ours not in table:  # tied
+        ours = "lm_head"
+    given = ours if kind == "weight" and ours in table else f"{ours}_{kind}"
+    array = table[given]
+    value = array.of_file(given, arrays)
+    if array.dtype is not None:
+        n, k = array.shape
+        value = unpack(array.dtype, tuple(each[layer] for each in value), n, k)
+        if ours in FACTORS_BEFORE and FACTORS_BEFORE[ours] in table:
+            value = value * arrays[FACTORS_BEFORE[ours]][layer, :k]
+        return value / arrays["head_factors"] if ours == "lm_head" else value
+    if ours == "ln_f" and config.embed_dim is None:
+        return value * arrays["head_factors"]
+    return value[layer] if array.layers else value
 
 
 def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") -> Params:

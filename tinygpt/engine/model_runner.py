@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
-from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
+from ..weights.checkpoint import Checkpoint, PackedCheckpoint, UnpackedCheckpoint, is_random
 from ..weights.config import HEAD, POSITIONS, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
@@ -61,6 +62,8 @@ class ModelSource:
 
             checkpoint = merge_lora(checkpoint, args.lora)
         adapters = _read_adapters(checkpoint, args.lora_modules or {})
+        if isinstance(checkpoint, PackedCheckpoint) and backends[0].PACKED is None:
+            checkpoint = _unpacked(checkpoint)
         sources = []
         for backend, dtype in zip(backends, dtypes, strict=True):
             dtype = _resolve_dtype(dtype, backend, checkpoint)
@@ -97,18 +100,14 @@ class ModelSource:
         Raises CheckpointError for a damaged checkpoint, RequestError for weights that the dtype cannot hold.
         """
         if isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, **share)
+            packed = self.backend.PACKED
+            arrays = _packed_arrays(self.checkpoint, packed)
+            return packed.params_of(arrays, self.config, self.dtype, **share)
         try:
             with reading(self.checkpoint, "loading") as checkpoint:
                 return self.backend.load_params(checkpoint, self.dtype, threads, **share)
         except WeightError as error:
             raise RequestError(str(error), "dtype") from None
-
-    def _packed_arrays(self) -> dict[str, np.ndarray]:
-        packed = self.backend.PACKED
-        return self.checkpoint.arrays(
-            packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING
-        )
 
 
 def _read_adapters(
@@ -212,14 +211,20 @@ def name_of(backend: ModuleType) -> str:
     return backend.__name__.rpartition(".")[2]
 
 
+def _unpacked(checkpoint: PackedCheckpoint) -> UnpackedCheckpoint:
+    packed = load_backend("cpu", "auto").PACKED
+    arrays = _packed_arrays(checkpoint, packed)
+    return checkpoint.unpacked(partial(packed.parameter_of, arrays, checkpoint.config, checkpoint.dtype))
+
+
+def _packed_arrays(checkpoint: PackedCheckpoint, packed: Any) -> dict[str, np.ndarray]:
+    layout = packed.layout_of(checkpoint.config, checkpoint.dtype, checkpoint.tied)
+    return checkpoint.arrays(layout, packed.PACKING)
+
+
 def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
     if not isinstance(checkpoint, PackedCheckpoint):
         return _auto_dtype(checkpoint.auto_dtype, backend) if dtype == "auto" else dtype
-    if backend.PACKED is None:
-        raise RequestError(
-            f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "
-            "checkpoint that it was made from, or use device 'cpu'."
-        )
     if dtype not in ("auto", checkpoint.dtype):
         raise RequestError(
             f"is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or give the "
