@@ -6,12 +6,14 @@ from . import dtypes
 from .arrays import share_of
 from .kv_cache import KINDS, copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from .layers.linear import with_adapters
+from .layers.operands import new_float32_operand
 from .load import load_params
 from .model import final_norm, forward, multi_step, stop_early
 from .sampling import filter_logits, process_logits, sample, top_logprobs
 from .workspace import logits_of, new_workspace, share_embedding, stream_of
 
 DTYPES = tuple(dtypes.DTYPES)
+ADAPTED = tuple(name for name, row in dtypes.DTYPES.items() if row.new_operand is new_float32_operand)
 MAX_STEP_TOKENS = 512
 QUEUES_STEPS = False
 SEEN = CHANGED = LOOKS

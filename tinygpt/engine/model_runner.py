@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 LARGE = 2**28  # bytes of float32 matrices, which take a second or more to read
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
-# Dtypes that compute with adapters which are not merged, unless a backend has an ADAPTED of its own.
-ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,9 @@ class ModelSource:
                 )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
-            adapted = getattr(backend, "ADAPTED", ADAPTED)
-            if adapters and dtype not in adapted:
+            if adapters and dtype not in backend.ADAPTED:
                 raise RequestError(
-                    f"needs {' or '.join(adapted)} weights on device {name_of(backend)!r}, not {dtype}: or "
+                    f"needs {' or '.join(backend.ADAPTED)} weights on device {name_of(backend)!r}, not {dtype}: or "
                     "merge one.",
                     "lora_modules",
                 )
