@@ -1,14 +1,22 @@
 """Compiles CUDA kernels for an H200 on a machine without a GPU, and says what each thread needs."""
 
 import functools
+import pickle
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tinygpt.kernels.kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
+
 ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a GPU of compute capability 9.0
+COMPILERS = "numba", "llvmlite", "cuda", "nvidia"  # as their distributions' names begin
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,15 @@ def need_toolchain() -> None:
 
 def compile_kernel(kernel, *arguments, architecture: tuple = ARCHITECTURE) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    return _compiled(kernel, signature_of(arguments), architecture)
+    about = kernel, signature_of(arguments), architecture
+    log = _log(*about)
+    return Compiled(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
+        shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
+        ptx=_ptx(*about),
+    )
 
 
 def llvm_of(kernel, *arguments) -> str:
@@ -38,22 +54,38 @@ def llvm_of(kernel, *arguments) -> str:
     return _library(kernel, signature_of(arguments), ARCHITECTURE).get_llvm_str()
 
 
-@functools.cache
-def _compiled(kernel, signature: tuple, architecture: tuple) -> Compiled:
-    """Several tests look at some kernels, which take seconds."""
-    library = _library(kernel, signature, architecture)
-    (ptx,) = library.get_asm_strs(cc=architecture)
-    log, _ = _link(library, architecture)
-    return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", log)[1]),
-        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
-        shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
-        ptx=ptx,
-    )
+def kept(make: Callable) -> Callable:
+    """Keep a text about a kernel, which takes seconds: in memory, and on disk for the other worker and later runs."""
+
+    @functools.cache
+    def text_of(kernel, signature: tuple, architecture: tuple) -> str:
+        function = kernel.py_func
+        if not function.__module__.startswith("tinygpt.kernels.cuda"):  # texts() does not know its source
+            return make(kernel, signature, architecture)
+        from tinygpt.kernels.cuda.jit import describe
+
+        about = describe(function), kernel.targetoptions, signature, architecture
+        name = FunctionCache(function).file_name(f"{make.__name__} {about}")
+        text = texts().load(name, str)
+        if text is None:
+            text = make(kernel, signature, architecture)
+            texts().save(name, lambda: pickle.dumps(text))
+        return text
+
+    return text_of
 
 
 @functools.cache
+def texts() -> KernelCache:
+    from tinygpt.kernels.cuda.jit import SOURCES
+
+    installed = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
+    compilers = [each for each in installed if each.startswith(COMPILERS)]
+    build = compilers, sys.version, Path(__file__).read_bytes()
+    return open_cache(f"ptx-{fingerprint(SOURCES.parent, build)}")
+
+
+@functools.lru_cache(maxsize=1)  # hundreds take gigabytes
 def _library(kernel, signature: tuple, architecture: tuple):
     """As `cuda.compile` has it, which lowers a kernel once for its PTX and once for what is linked."""
     from numba.cuda import compiler, dispatcher
@@ -66,6 +98,19 @@ def _library(kernel, signature: tuple, architecture: tuple):
     return library
 
 
+@kept
+def _ptx(kernel, signature: tuple, architecture: tuple) -> str:
+    (ptx,) = _library(kernel, signature, architecture).get_asm_strs(cc=architecture)
+    return ptx
+
+
+@kept
+def _log(kernel, signature: tuple, architecture: tuple) -> str:
+    log, _ = _link(_library(kernel, signature, architecture), architecture)
+    return log
+
+
+@kept
 def linked_ptx(kernel, signature: tuple, architecture: tuple) -> str:
     """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
     _, ptx = _link(_library(kernel, signature, architecture), architecture, "-ptx")
