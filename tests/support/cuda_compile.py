@@ -21,13 +21,22 @@ COMPILERS = "numba", "llvmlite", "cuda", "nvidia"  # as their distributions' nam
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers: of a thread. spilled: bytes of registers that went to memory. ptx: before linking."""
+    """A kernel for arguments of some types. spilled: bytes of a thread's registers that went to memory."""
 
-    registers: int
-    spilled: int
-    stack: int
-    shared_bytes: int
-    ptx: str
+    about: tuple  # kernel, signature, architecture
+
+    registers = property(lambda self: int(self._used(r"Used (\d+) registers")[1]))
+    spilled = property(lambda self: int(self._used(r"(\d+) bytes spill stores")[1]))
+    stack = property(lambda self: int(self._used(r"(\d+) bytes stack frame")[1]))
+    shared_bytes = property(lambda self: int((self._used(r"(\d+) bytes smem") or [0, 0])[1]))
+
+    @property
+    def ptx(self) -> str:
+        """Before linking."""
+        return _ptx(*self.about)
+
+    def _used(self, pattern: str) -> re.Match | None:
+        return re.search(pattern, _log(*self.about))
 
 
 def need_toolchain() -> None:
@@ -38,15 +47,7 @@ def need_toolchain() -> None:
 
 def compile_kernel(kernel, *arguments, architecture: tuple = ARCHITECTURE) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    about = kernel, signature_of(arguments), architecture
-    log = _log(*about)
-    return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", log)[1]),
-        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
-        shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
-        ptx=_ptx(*about),
-    )
+    return Compiled((kernel, signature_of(arguments), architecture))
 
 
 def llvm_of(kernel, *arguments) -> str:
