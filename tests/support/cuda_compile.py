@@ -16,7 +16,6 @@ import pytest
 from tinygpt.kernels.kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
 
 ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a GPU of compute capability 9.0
-COMPILERS = "numba", "llvmlite", "cuda", "nvidia"  # as their distributions' names begin
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,20 @@ def llvm_of(kernel, *arguments) -> str:
 
 
 def kept(make: Callable) -> Callable:
-    """Keep a text about a kernel, which takes seconds: in memory, and on disk for the other worker and later runs."""
+    """Keep a text made of a library, which takes seconds: in memory, and on disk for other workers and later runs."""
 
     @functools.cache
     def text_of(kernel, signature: tuple, architecture: tuple) -> str:
         function = kernel.py_func
         if not function.__module__.startswith("tinygpt.kernels.cuda"):  # texts() does not know its source
-            return make(kernel, signature, architecture)
+            return make(_library(kernel, signature, architecture), architecture)
         from tinygpt.kernels.cuda.jit import describe
 
-        about = describe(function), kernel.targetoptions, signature, architecture
-        name = FunctionCache(function).file_name(f"{make.__name__} {about}")
+        known = f"{make.__name__} {describe(function)} {kernel.targetoptions} {signature} {architecture}"
+        name = FunctionCache(function).file_name(known)
         text = texts().load(name, str)
         if text is None:
-            text = make(kernel, signature, architecture)
+            text = make(_library(kernel, signature, architecture), architecture)
             texts().save(name, lambda: pickle.dumps(text))
         return text
 
@@ -81,9 +80,9 @@ def texts() -> KernelCache:
     from tinygpt.kernels.cuda.jit import SOURCES
 
     installed = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
-    compilers = [each for each in installed if each.startswith(COMPILERS)]
-    build = compilers, sys.version, Path(__file__).read_bytes()
-    return open_cache(f"ptx-{fingerprint(SOURCES.parent, build)}")
+    return open_cache(
+        f"ptx-{fingerprint(SOURCES.parent, (installed, sys.version, Path(__file__).read_bytes()))}"
+    )
 
 
 @functools.lru_cache(maxsize=1)  # hundreds take gigabytes
@@ -100,22 +99,20 @@ def _library(kernel, signature: tuple, architecture: tuple):
 
 
 @kept
-def _ptx(kernel, signature: tuple, architecture: tuple) -> str:
-    (ptx,) = _library(kernel, signature, architecture).get_asm_strs(cc=architecture)
+def _ptx(library, architecture: tuple) -> str:
+    (ptx,) = library.get_asm_strs(cc=architecture)
     return ptx
 
 
 @kept
-def _log(kernel, signature: tuple, architecture: tuple) -> str:
-    log, _ = _link(_library(kernel, signature, architecture), architecture)
-    return log
+def _log(library, architecture: tuple) -> str:
+    return _link(library, architecture)[0]
 
 
 @kept
-def linked_ptx(kernel, signature: tuple, architecture: tuple) -> str:
+def linked_ptx(library, architecture: tuple) -> str:
     """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
-    _, ptx = _link(_library(kernel, signature, architecture), architecture, "-ptx")
-    return ptx
+    return _link(library, architecture, "-ptx")[1]
 
 
 def _link(library, architecture: tuple, *options: str) -> tuple[str, str]:
