@@ -4,6 +4,7 @@ import functools
 import pickle
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -66,10 +67,10 @@ def kept(make: Callable) -> Callable:
 
         known = f"{make.__name__} {describe(function)} {kernel.targetoptions} {signature} {architecture}"
         name = FunctionCache(function).file_name(known)
-        text = texts().load(name, str)
+        text = texts().load(name, lambda body: zlib.decompress(body).decode())
         if text is None:
             text = make(_library(kernel, signature, architecture), architecture)
-            texts().save(name, lambda: pickle.dumps(text))
+            texts().save(name, lambda: pickle.dumps(zlib.compress(text.encode())))
         return text
 
     return text_of
@@ -80,9 +81,8 @@ def texts() -> KernelCache:
     from tinygpt.kernels.cuda.jit import SOURCES
 
     installed = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
-    return open_cache(
-        f"ptx-{fingerprint(SOURCES.parent, (installed, sys.version, Path(__file__).read_bytes()))}"
-    )
+    build = installed, sys.version, Path(__file__).read_bytes()
+    return open_cache(f"ptx-{fingerprint(SOURCES.parent, build)}")
 
 
 @functools.lru_cache(maxsize=1)  # hundreds take gigabytes
