@@ -105,8 +105,9 @@ def process_logits(logits: Any, processors: Any) -> None:
     rows = logits.rows[p.rows]
     logits.changed.update(rows.tolist())
     arrays = pack_processors(w.device, p, rows)
-    more = logits.vocab_size, arrays, w.sampling.counts
-    w.device.launch(process_rows, len(p.rows), CHOOSE_THREADS, w.logits, *more)
+    more = logits.vocab_size, arrays, w.sampling.ids
+    blocks = min(len(rows), w.device.multiprocessors)
+    w.device.launch(process_rows, blocks, CHOOSE_THREADS, w.logits, *more)
 
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:
@@ -126,13 +127,14 @@ def queue_choice(workspace: Any, rows, token_ids, count: int, vocab_size: int, g
     w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, rows, *found)
     if not greedy:
         settings = rows, s.settings, s.seeds, s.sample_indices, s.positions, s.scores, s.ids
-        w.device.launch(draw_tokens, count, DRAW_THREADS, w.logits, vocab_size, *settings, token_ids)
+        blocks = min(count, w.device.multiprocessors)
+        w.device.launch(draw_tokens, blocks, DRAW_THREADS, w.logits, vocab_size, count, *settings, token_ids)
 
 
 class ProcessorArrays(NamedTuple):
     """Settings of P rows on the device, by one copy."""
 
-    rows: Any  # (P,) int32, indices of logits; a negative row stays as it is
+    rows: Any  # (P,) int32, indices of logits
     num_prompt_tokens: Any  # (P,) int32
     penalties: Any  # (P, NUM_PENALTIES) float32
     token_bounds: Any  # (P + 1,) int32, of the rows' parts of token_ids
@@ -218,25 +220,21 @@ def _token_of(key):
 
 @kernel
 def process_rows(logits, vocab_size, processors, counts):
-    """Add biases and apply penalties to rows of logits (any, V) float32, in place. Grid: P.
-
-    counts: (P, V), 0 before and after: a block counts a row's tokens and takes each count back as it uses it.
-    """
-    p = int32(cuda.blockIdx.x)
+    """Add biases and apply penalties to rows of logits (any, V) float32, in place. Grid: B. counts: (B, V)."""
     a = processors
-    if a.rows[p] < 0:
-        return
-    row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(p) * int64(vocab_size))
-    begin = a.token_bounds[p]
-    end = a.token_bounds[p + 1]
-    first = p * NUM_PENALTIES
-    for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
-        row.logits[row.start + a.bias_ids[i]] += a.biases[i]
-    cuda.syncthreads()
-    _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
-    frequency = a.penalties[first + FREQUENCY]
-    presence = a.penalties[first + PRESENCE]
-    _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
+    block = int32(cuda.blockIdx.x)
+    for p in range(block, int32(a.rows.size), cuda.gridDim.x):
+        row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(block) * int64(vocab_size))
+        begin = a.token_bounds[p]
+        end = a.token_bounds[p + 1]
+        first = p * NUM_PENALTIES
+        for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
+            row.logits[row.start + a.bias_ids[i]] += a.biases[i]
+        cuda.syncthreads()
+        _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
+        frequency = a.penalties[first + FREQUENCY]
+        presence = a.penalties[first + PRESENCE]
+        _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
 
 
 @device_function
@@ -266,11 +264,14 @@ def _penalize_presence(row, token_ids, begin, end, frequency, presence):
 @device_function
 def _count(row, token_ids, begin, end):
     for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        _take_count(row, token_ids[i])
+    cuda.syncthreads()
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
         cuda.atomic.add(row.counts, row.counts_start + token_ids[i], int32(1))
     cuda.syncthreads()
 
 
 @device_function
 def _take_count(row, token_id):
-    """Return the token's count, to one thread alone."""
+    """Return the token's count, and to other threads 0."""
     return cuda.atomic.exch(row.counts, row.counts_start + token_id, int32(0))

@@ -124,9 +124,8 @@ class SamplingBuffers:
     sample_indices: Any  # (R,) uint64
     rows: Any  # (R,) int32, indices of logits; negative for none
     positions: Any  # (R,) int32, the token's in its sequence
-    scores: Any  # (R, V) float32
-    ids: Any  # (R, V) int32
-    counts: Any  # (R, V) int32, 0 between uses
+    scores: Any  # (B, V) float32, of B rows at once: a multiprocessor's blocks take one after another
+    ids: Any  # (B, V) int32
     keys: Any  # (R, SLICES) int64
     arrivals: Any  # (R,) uint32, 0 between steps
     token_ids: Any  # (R,) int32, the tokens chosen for `rows`
@@ -231,15 +230,16 @@ def new_workspace(
 
 def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> SamplingBuffers:
     settings = Mirror(device, _setting_shapes(max_shape))
-    arrays = settings.arrays | _zeros(device, _sampling_shapes(config, max_shape))
+    arrays = settings.arrays | _zeros(device, _sampling_shapes(device, config, max_shape))
     marks = [device.mark() for _ in range(0, MAX_STEPS, READ_STEPS)]
     return SamplingBuffers(settings, **arrays, marks=marks)
 
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> int:
+    device = devices.the_device()
     arrays = _shapes(config, max_shape, dtype, share), _input_shapes(max_shape)
     arrays += (_mixture_shapes(config, max_shape),) if config.expert_layers else ()
-    arrays += (_sampling_shapes(config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
+    arrays += (_sampling_shapes(device, config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
     return sum(map(_num_bytes, arrays))
 
 
@@ -376,13 +376,12 @@ def _mixture_shapes(config: Any, max_shape: MaxShape) -> Shapes:
     }
 
 
-def _sampling_shapes(config: Any, max_shape: MaxShape) -> Shapes:
+def _sampling_shapes(device: Any, config: Any, max_shape: MaxShape) -> Shapes:
     r = max_shape.logits
-    v = config.vocab_size
+    at_once = min(r, device.multiprocessors), config.vocab_size
     return {
-        "scores": ((r, v), np.float32),
-        "ids": ((r, v), np.int32),
-        "counts": ((r, v), np.int32),
+        "scores": (at_once, np.float32),
+        "ids": (at_once, np.int32),
         "keys": ((r, SLICES), np.int64),
         "arrivals": ((r,), np.uint32),
         "token_ids": ((r,), np.int32),

@@ -313,8 +313,9 @@ class _Writer:
             form = f"{high}{of}({{{len(ins.operands) - 2}}})"
         elif (to, source) == ("f32", "f16"):
             form = "{0}.view(np.float16).astype(np.float32)"
-        elif source[0] == "f" and to[0] != "f" and rounds_to_whole == {"rzi"}:
-            form = f"truncated({{0}}, np.{result.__name__})"
+        elif source[0] == "f" and to[0] != "f" and rounds_to_whole in ({"rzi"}, {"rni"}):
+            whole = "np.rint({0})" if "rni" in ins.op else "{0}"
+            form = f"truncated({whole}, np.{result.__name__})"
         elif source == "bf16" or (source[0] == "f" and (to[0] != "f" or rounds_to_whole)):
             raise unknown(ins)
         else:

@@ -41,12 +41,10 @@ def processors_of(rows):
 def process(logits, processors):
     """Return the processed rows, which lie in reverse order on the device."""
     device = SimulatedDevice()
-    counts = np.zeros(logits.size, np.int32)
-    sampling = SimpleNamespace(counts=counts)
+    sampling = SimpleNamespace(ids=np.full(2 * V, 7, np.int32))
     workspace = SimpleNamespace(device=device, logits=logits[::-1].copy().ravel(), sampling=sampling)
     on_device = DeviceLogits(workspace, np.arange(len(logits))[::-1].copy(), V)
     process_logits(on_device, processors)
-    assert not counts.any()
     return on_device.copy()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import cuda
 
 from support.cuda_device import SimulatedDevice
 from support.examples import examples
@@ -15,7 +16,16 @@ from support.ptx_machine import simulate
 from support.tables import column
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.device import Graphs
-from tinygpt.kernels.cuda.draw import UNITS, draw_tokens, least_mass_above, random_fraction
+from tinygpt.kernels.cuda.draw import (
+    POWERS,
+    POWERS_SIZE,
+    UNITS,
+    draw_tokens,
+    least_mass_above,
+    random_fraction,
+    weight_of,
+    write_power,
+)
 from tinygpt.kernels.cuda.jit import kernel
 from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
 from tinygpt.kernels.cuda.workspace import MaxShape, new_sampling_buffers
@@ -62,7 +72,7 @@ def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
     columns = warpers.temperature, warpers.top_k, warpers.top_p, warpers.min_p
     settings_of_rows = np.stack(columns, axis=1).ravel()
     arrays = rows, settings_of_rows, *draws, scores, ids, token_ids
-    simulate(draw_tokens, count, threads, logits.ravel(), vocab_size, *arrays)
+    simulate(draw_tokens, count, threads, logits.ravel(), vocab_size, count, *arrays)
     return token_ids, scores.reshape(logits.shape)
 
 
@@ -117,6 +127,30 @@ def test_the_random_number_is_numpys(seed, sample_index, position):
     draws = np.array([seed], np.uint64), np.array([sample_index], np.uint64), np.array([position], np.int32)
     simulate(write_fractions, 1, 1, *draws, fractions)
     assert fractions[0] * 2.0**-64 == reference.sampling.uniform(seed, sample_index, position)
+
+
+@kernel
+def write_weights(scores, greatest, powers, highs, lows, exponents):
+    i = cuda.threadIdx.x
+    if i < POWERS:
+        write_power(powers, i)
+    cuda.syncthreads()
+    highs[i], lows[i], exponents[i] = weight_of(scores[i], greatest[i], powers)
+
+
+@given(st.lists(st.tuples(st.floats(-60, 60, width=32), st.floats(0, 86, width=32)), min_size=1))
+@settings(max_examples=examples(50), deadline=None)
+def test_weights_are_exact_to_43_bits(pairs):
+    greatest, below = np.float32(pairs).T
+    scores = np.resize(greatest - below, 64)
+    greatest = np.resize(greatest, 64)
+    highs, lows = np.zeros((2, 64), np.float32)
+    exponents = np.zeros(64, np.int32)
+    simulate(
+        write_weights, 1, 64, scores, greatest, np.zeros(POWERS_SIZE, np.float32), highs, lows, exponents
+    )
+    found = np.ldexp(highs.astype(np.float64) + lows, exponents)
+    np.testing.assert_allclose(found, np.exp(scores.astype(np.float64) - greatest), rtol=0, atol=2.0**-43)
 
 
 @kernel
