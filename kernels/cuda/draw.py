@@ -30,6 +30,7 @@ from .jit import (
 )
 
 DRAW_THREADS = 512
+BLOCKS_AT_ONCE = 1  # of a multiprocessor: for two, each with half of its registers, the compiler spills some
 NUM_SETTINGS = 4
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(NUM_SETTINGS)
 
@@ -85,7 +86,7 @@ class Row(NamedTuple):
     shared: Shared
 
 
-@functools.partial(kernel, threads=DRAW_THREADS)
+@functools.partial(kernel, threads=(DRAW_THREADS, BLOCKS_AT_ONCE))
 def draw_tokens(
     logits, vocab_size, count, rows, settings, seeds, sample_indices, positions, scores, ids, token_ids
 ):
@@ -110,24 +111,30 @@ def draw_tokens(
     thread = int32(cuda.threadIdx.x)
     if thread < POWERS:
         write_power(shared.powers, thread)
-    for r in range(int32(cuda.blockIdx.x), count, cuda.gridDim.x):
+    r = int32(cuda.blockIdx.x)
+    while r < count:
         greatest_id = token_ids[r]
-        temperature = float32(settings[NUM_SETTINGS * r + TEMPERATURE])
-        if rows[r] < 0 or settings[NUM_SETTINGS * r + TEMPERATURE] == 0 or greatest_id < 0:
-            continue
-        first = int64(rows[r]) * int64(vocab_size)
-        greatest = logits[first + greatest_id] / temperature
-        token_id = int32(-1)
-        cuda.syncthreads()  # every thread has read the token, which changes below, and left the row before
-        if float32(-math.inf) < greatest < float32(math.inf):
-            for i in range(thread, size, cuda.blockDim.x):
-                scores[row.start + i] = logits[first + i] / temperature
-            cuda.syncthreads()
-            _filter_row(row, greatest, settings, NUM_SETTINGS * r)
+        if rows[r] >= 0 and settings[NUM_SETTINGS * r + TEMPERATURE] != 0 and greatest_id >= 0:
+            cuda.syncthreads()  # every thread has read the token, which changes below, and left the row before
+            first = int64(rows[r]) * int64(vocab_size)
             fraction = random_fraction(seeds[r], sample_indices[r], positions[r])
-            token_id = _first_passing(row, greatest, True, int64(0), fraction)
-        if thread == 0:
-            token_ids[r] = token_id
+            token_id = _draw(row, logits, first, greatest_id, settings, NUM_SETTINGS * r, fraction)
+            if thread == 0:
+                token_ids[r] = token_id
+        r += int32(cuda.gridDim.x)
+
+
+@device_function
+def _draw(row, logits, first, greatest_id, settings, first_setting, fraction):
+    temperature = float32(settings[first_setting + TEMPERATURE])
+    greatest = logits[first + greatest_id] / temperature
+    if not float32(-math.inf) < greatest < float32(math.inf):
+        return int32(-1)
+    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+        row.scores[row.start + i] = logits[first + i] / temperature
+    cuda.syncthreads()
+    _filter_row(row, greatest, settings, first_setting)
+    return _first_passing(row, greatest, True, int64(0), fraction)
 
 
 @device_function
@@ -139,7 +146,8 @@ def _filter_row(row, greatest, settings, first):
             continue
         inverse_total = (float32(0), float32(0)) if field == TOP_K else _inverse_total(row, greatest)
         if field == MIN_P:
-            _cut_off(row, greatest, inverse_total, float32(setting) * inverse_total[0])
+            greatest_probability = probability_of(row, greatest, greatest, inverse_total)
+            _cut_off(row, greatest, inverse_total, float32(setting) * greatest_probability)
             continue
         goal = int64(setting) if field == TOP_K else int64(1) - least_mass_above(float32(1 - setting))
         border, goal, above, at = find_border(row, greatest, inverse_total, goal)
@@ -164,7 +172,7 @@ def _is_on(field, setting, size):
 
 @device_function
 def _inverse_total(row, greatest):
-    """Return 1 / the sum of all weights as two float32, of which the first is the nearest."""
+    """Return 1 / the sum of all weights as a sum of two float32."""
     total = int64(0)
     for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
         total += units_of(row, row.scores[row.start + i], greatest)
@@ -173,9 +181,8 @@ def _inverse_total(row, greatest):
     low = float32(total - int64(high))
     inverse = float32(1) / high
     rest = rounded_product(inverse, cuda.fma(low, -inverse, cuda.fma(high, -inverse, float32(1))))
-    nearest = inverse + rest
     scale = power_of_2(row.weight_bits)
-    return nearest * scale, (rest - (nearest - inverse)) * scale
+    return inverse * scale, rest * scale
 
 
 @device_function

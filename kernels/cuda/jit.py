@@ -44,7 +44,8 @@ MAX_WARPS = 32
 def kernel(function, threads=None):
     """Compile a kernel, once on a machine. It may fuse a product and a sum: to agree to the bit, call `cuda.fma`.
 
-    threads: of a block, if the compiler would otherwise give each too many registers.
+    threads: of a block, if the compiler would otherwise give each too many registers, or with the blocks of a
+    multiprocessor that should have registers at once, if it would give them too few.
     """
     compiled = cuda.jit(launch_bounds=threads)(function)
     compiled._cache = DiskCache(function)

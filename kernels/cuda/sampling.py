@@ -223,7 +223,8 @@ def process_rows(logits, vocab_size, processors, counts):
     """Add biases and apply penalties to rows of logits (any, V) float32, in place. Grid: B. counts: (B, V)."""
     a = processors
     block = int32(cuda.blockIdx.x)
-    for p in range(block, int32(a.rows.size), cuda.gridDim.x):
+    p = block
+    while p < a.rows.size:
         row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(block) * int64(vocab_size))
         begin = a.token_bounds[p]
         end = a.token_bounds[p + 1]
@@ -235,6 +236,7 @@ def process_rows(logits, vocab_size, processors, counts):
         frequency = a.penalties[first + FREQUENCY]
         presence = a.penalties[first + PRESENCE]
         _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
+        p += int32(cuda.gridDim.x)
 
 
 @device_function
