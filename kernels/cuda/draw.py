@@ -11,6 +11,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from .jit import (
@@ -22,7 +23,9 @@ from .jit import (
     device_function,
     float32_to_bits,
     kernel,
+    lane_and_warp,
     let_next_kernel_begin,
+    of_thread,
     rounded_product,
     wait_for_kernel_before,
     warp_cumulated,
@@ -44,17 +47,22 @@ UNUSED_BITS = 11  # a float64 in [0, 1) has 53
 
 UNIT_BITS, UPPER_BITS = 62, 31
 UNITS = 2.0**UNIT_BITS
+UPPER_UNITS = np.float32(2.0**UPPER_BITS)
 WEIGHT_BITS, SUM_BITS = 53, 63  # at most, of a weight of 1 and of a vocabulary's sum
-LEAST_EXPONENT = -87.0  # exp of less needs an exponent that float32 lacks
+LEAST_EXPONENT = np.float32(-87)  # exp of less needs an exponent that float32 lacks
 POWER_BITS = 5
 POWERS = 1 << POWER_BITS  # a bank of shared memory for each
 POWERS_SIZE = 2 * POWERS
-STEP = float.fromhex("0x1.62e43p-6")  # log(2) / POWERS, as float32
-STEP_REST = math.log(2) / POWERS - STEP
+STEP_LOG = math.log(2) / POWERS
+STEP = np.float32(STEP_LOG)
+STEP_REST = np.float32(STEP_LOG - float(STEP))
+STEPS = np.float32(1 / STEP_LOG)
+ZERO, HALF, ONE, SIXTH, SHARE_4, SHARE_5 = map(np.float32, (0, 1 / 2, 1, 1 / 6, 1 / 24, 1 / 120))
+MINUS_INFINITY = np.float32(-math.inf)
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
 # exp(-104) is 0 in float32.
 BUCKETS = 1024
-BUCKETS_PER_UNIT = BUCKETS / 104
+BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 DIGIT_BITS = 8
 DIGITS = 256
 KEY_BITS = 32
@@ -105,8 +113,8 @@ def draw_tokens(
         cuda.shared.array(1, int32),
     )
     size = int32(vocab_size)
-    size_bits = int32(float32_to_bits(float32(size)) >> uint32(MANTISSA_BITS)) - int32(EXPONENT_BIAS - 1)
-    weight_bits = min(int32(WEIGHT_BITS), int32(SUM_BITS) - size_bits)
+    size_bits = int32(float32_to_bits(float32(size)) >> uint32(MANTISSA_BITS)) - (EXPONENT_BIAS - 1)
+    weight_bits = min(WEIGHT_BITS, SUM_BITS - size_bits)
     row = Row(scores, ids, int64(cuda.blockIdx.x) * int64(vocab_size), size, weight_bits, shared)
     thread = int32(cuda.threadIdx.x)
     if thread < POWERS:
@@ -128,9 +136,9 @@ def draw_tokens(
 def _draw(row, logits, first, greatest_id, settings, first_setting, fraction):
     temperature = float32(settings[first_setting + TEMPERATURE])
     greatest = logits[first + greatest_id] / temperature
-    if not float32(-math.inf) < greatest < float32(math.inf):
+    if not MINUS_INFINITY < greatest < -MINUS_INFINITY:
         return int32(-1)
-    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+    for i in of_thread(0, row.size):
         row.scores[row.start + i] = logits[first + i] / temperature
     cuda.syncthreads()
     _filter_row(row, greatest, settings, first_setting)
@@ -144,14 +152,14 @@ def _filter_row(row, greatest, settings, first):
         setting = settings[first + field]
         if not _is_on(field, setting, row.size):
             continue
-        inverse_total = (float32(0), float32(0)) if field == TOP_K else _inverse_total(row, greatest)
+        inverse_total = (ZERO, ZERO) if field == TOP_K else _inverse_total(row, greatest)
         if field == MIN_P:
             greatest_probability = probability_of(row, greatest, greatest, inverse_total)
             _cut_off(row, greatest, inverse_total, float32(setting) * greatest_probability)
             continue
         goal = int64(setting) if field == TOP_K else int64(1) - least_mass_above(float32(1 - setting))
         border, goal, above, at = find_border(row, greatest, inverse_total, goal)
-        if border == float32(-math.inf):
+        if border == MINUS_INFINITY:
             continue
         first_tie = int32(0)  # tokens tied with the k-th all stay
         if field == TOP_P:  # of tokens tied at p, the highest ids stay
@@ -174,13 +182,13 @@ def _is_on(field, setting, size):
 def _inverse_total(row, greatest):
     """Return 1 / the sum of all weights as a sum of two float32."""
     total = int64(0)
-    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+    for i in of_thread(0, row.size):
         total += units_of(row, row.scores[row.start + i], greatest)
     total = block_sum(total, row.shared.strips)
     high = float32(total)
     low = float32(total - int64(high))
-    inverse = float32(1) / high
-    rest = rounded_product(inverse, cuda.fma(low, -inverse, cuda.fma(high, -inverse, float32(1))))
+    inverse = ONE / high
+    rest = rounded_product(inverse, cuda.fma(low, -inverse, cuda.fma(high, -inverse, ONE)))
     scale = power_of_2(row.weight_bits)
     return inverse * scale, rest * scale
 
@@ -188,22 +196,22 @@ def _inverse_total(row, greatest):
 @device_function
 def _keep_from(row, border, first_tie):
     cuda.syncthreads()
-    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+    for i in of_thread(0, row.size):
         score = row.scores[row.start + i]
         if score < border or (score == border and i < first_tie):
-            row.scores[row.start + i] = float32(-math.inf)
+            row.scores[row.start + i] = MINUS_INFINITY
     cuda.syncthreads()
 
 
 @device_function
 def _cut_off(row, greatest, inverse_total, threshold):
-    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+    for i in of_thread(0, row.size):
         score = row.scores[row.start + i]
         if (
-            float32(-math.inf) < score < greatest
+            MINUS_INFINITY < score < greatest
             and probability_of(row, score, greatest, inverse_total) < threshold
         ):
-            row.scores[row.start + i] = float32(-math.inf)
+            row.scores[row.start + i] = MINUS_INFINITY
     cuda.syncthreads()
 
 
@@ -267,23 +275,23 @@ def multiply_high(x, y):
 
 @device_function
 def power_of_2(exponent):
-    return bits_to_float32(uint32((exponent + int32(EXPONENT_BIAS)) << int32(MANTISSA_BITS)))
+    return bits_to_float32(uint32(exponent + EXPONENT_BIAS << MANTISSA_BITS))
 
 
 @device_function
 def in_units(high, low, bits):
     """Return high + low, from 0 to 1, in units of 2**-bits. Many GPUs are slow to make an int64 of a float."""
-    scaled = high * float32(2.0**UPPER_BITS)
+    scaled = high * UPPER_UNITS
     upper = uint32(scaled)
-    rest = cuda.fma(low, float32(2.0**UPPER_BITS), scaled - float32(upper))
-    bits -= int32(UPPER_BITS)
+    rest = cuda.fma(low, UPPER_UNITS, scaled - float32(upper))
+    bits -= UPPER_BITS
     lower = cuda.libdevice.float2int_rn(rest * power_of_2(bits))
     return (int64(upper) << int64(bits)) + int64(lower)
 
 
 @device_function
 def write_power(powers, i):
-    power = math.exp(float64(i) * (math.log(2) / POWERS))
+    power = math.exp(STEP_LOG * i)
     powers[i] = float32(power)
     powers[POWERS + i] = float32(power - float64(powers[i]))
 
@@ -292,30 +300,30 @@ def write_power(powers, i):
 def weight_of(score, greatest, powers):
     """Return exp(score - greatest) as (high + low) * 2**exponent, and the exponent."""
     high = score - greatest
-    if high < float32(LEAST_EXPONENT):
-        return float32(0), float32(0), int32(0)
+    if high < LEAST_EXPONENT:
+        return ZERO, ZERO, int32(0)
     back = high - score
     low = (score - (high - back)) - (greatest + back)
     # high + low = number * log(2) / POWERS + x + rest
-    number = cuda.libdevice.float2int_rn(high * float32(1 / STEP))
+    number = cuda.libdevice.float2int_rn(high * STEPS)
     step = float32(number)
-    product = rounded_product(step, float32(STEP))
+    product = rounded_product(step, STEP)
     x = high - product
-    rest = cuda.fma(step, float32(-STEP_REST), low - cuda.fma(step, float32(STEP), -product))
+    rest = cuda.fma(step, -STEP_REST, low - cuda.fma(step, STEP, -product))
     # upper + lower = exp(x + rest) - 1
     square = rounded_product(x, x)
-    upper = cuda.fma(square, float32(0.5), x)
-    cubic = cuda.fma(x, cuda.fma(x, float32(1 / 120), float32(1 / 24)), float32(1 / 6))
+    upper = cuda.fma(square, HALF, x)
+    cubic = cuda.fma(x, cuda.fma(x, SHARE_5, SHARE_4), SIXTH)
     lower = cuda.fma(rounded_product(x, square), cubic, cuda.fma(upper, rest, rest))
-    lower = cuda.fma(cuda.fma(x, x, -square), float32(0.5), lower)
-    lower += cuda.fma(square, float32(0.5), x - upper)
-    i = number & int32(POWERS - 1)
+    lower = cuda.fma(cuda.fma(x, x, -square), HALF, lower)
+    lower += cuda.fma(square, HALF, x - upper)
+    i = number & (POWERS - 1)
     power = powers[i]
     product = rounded_product(power, upper)
     rest = cuda.fma(power, lower, cuda.fma(power, upper, -product))
     rest = cuda.fma(powers[POWERS + i], upper, rest + powers[POWERS + i])
     high = power + product
-    return high, rest + (product - (high - power)), number >> int32(POWER_BITS)
+    return high, rest + (product - (high - power)), number >> POWER_BITS
 
 
 @device_function
@@ -338,9 +346,9 @@ def probability_of(row, score, greatest, inverse_total):
 @device_function
 def mass_of(row, score, greatest, inverse_total):
     """Return the probability in UNITS, or 1 if inverse_total is 0."""
-    if inverse_total[0] == float32(0):
+    if inverse_total[0] == ZERO:
         return int64(1)
-    return in_units(probability_of(row, score, greatest, inverse_total), float32(0), int32(UNIT_BITS))
+    return in_units(probability_of(row, score, greatest, inverse_total), ZERO, UNIT_BITS)
 
 
 @device_function
@@ -362,20 +370,18 @@ def find_border(row, greatest, inverse_total, goal):
     Return with it the goal, and the sums above the score and at it. To a goal of 0 or less the sum of all is added.
     """
     _clear(row.shared, BUCKETS)
-    thread = int32(cuda.threadIdx.x)
-    threads = int32(cuda.blockDim.x)
-    for i in range(thread, row.size, threads):
+    for i in of_thread(0, row.size):
         score = row.scores[row.start + i]
-        if score > float32(-math.inf):
+        if score > MINUS_INFINITY:
             _add_mass(row.shared, _bucket_of(greatest, score), mass_of(row, score, greatest, inverse_total))
     bucket, goal, above, at = _find_bucket(row.shared, BUCKETS, int64(0), goal)
     if bucket == BUCKETS:
-        return float32(-math.inf), goal, above, at
+        return MINUS_INFINITY, goal, above, at
     count = _gather(row, greatest, bucket)
     key = int64(0)
     for shift in range(KEY_BITS - DIGIT_BITS, -1, -DIGIT_BITS):
         _clear(row.shared, DIGITS)
-        for i in range(thread, count, threads):
+        for i in of_thread(0, count):
             score = row.scores[row.start + row.ids[row.start + i]]
             its_key = int64(key_of(score))
             if its_key >> (shift + DIGIT_BITS) == key:
@@ -388,7 +394,7 @@ def find_border(row, greatest, inverse_total, goal):
 
 @device_function
 def _bucket_of(greatest, score):
-    return int32(min((greatest - score) * float32(BUCKETS_PER_UNIT), float32(BUCKETS - 1)))
+    return int32(min((greatest - score) * BUCKETS_PER_UNIT, float32(BUCKETS - 1)))
 
 
 @device_function
@@ -398,9 +404,9 @@ def _gather(row, greatest, bucket):
     if cuda.threadIdx.x == 0:
         counter[0] = 0
     cuda.syncthreads()
-    for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
+    for i in of_thread(0, row.size):
         score = row.scores[row.start + i]
-        if score > float32(-math.inf) and _bucket_of(greatest, score) == bucket:
+        if score > MINUS_INFINITY and _bucket_of(greatest, score) == bucket:
             row.ids[row.start + cuda.atomic.add(counter, 0, int32(1))] = i
     cuda.syncthreads()
     return counter[0]
@@ -408,7 +414,7 @@ def _gather(row, greatest, bucket):
 
 @device_function
 def _clear(shared, size):
-    for i in range(int32(cuda.threadIdx.x), size, cuda.blockDim.x):
+    for i in of_thread(0, size):
         shared.low[i], shared.high[i] = uint32(0), uint32(0)
     cuda.syncthreads()
 
@@ -490,10 +496,8 @@ def _first_passing(row, score, is_draw, goal, fraction):
 
 @device_function
 def _sum_strips(row, score, is_draw, begin, end):
-    thread = int32(cuda.threadIdx.x)
     strips = row.shared.strips
-    lane = thread % WARP
-    warp = thread // WARP
+    lane, warp = lane_and_warp()
     length = _strip_length(end - begin)
     mass = int64(0)
     start = int32(begin + warp * length)

@@ -363,6 +363,12 @@ def lane_and_warp():
 
 
 @device_function
+def of_thread(begin, end):
+    """Return this thread's numbers of a range, which the block's threads take in turn."""
+    return range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x)
+
+
+@device_function
 def four(numbers, first):
     """Return numbers[first : first + 4] as a tuple."""
     return numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3]

@@ -20,6 +20,7 @@ from .jit import (
     is_last_warp,
     kernel,
     let_next_kernel_begin,
+    of_thread,
     rounded_product,
     wait_for_kernel_before,
     warp_greatest,
@@ -186,9 +187,7 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
     base = int64(rows[r]) * int64(vocab_size)
     length = int32((vocab_size + pieces - 1) // pieces)
     key = int64(-1)
-    for i in range(
-        int32(piece * length + thread), min(vocab_size, int32((piece + 1) * length)), cuda.blockDim.x
-    ):
+    for i in of_thread(piece * length, min(vocab_size, int32((piece + 1) * length))):
         key = max(key, _greatest_key(logits[base + i], i))
     key = block_greatest(key, cuda.shared.array(MAX_WARPS, int64))
     if thread >= WARP:
@@ -229,7 +228,7 @@ def process_rows(logits, vocab_size, processors, counts):
         begin = a.token_bounds[p]
         end = a.token_bounds[p + 1]
         first = p * NUM_PENALTIES
-        for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
+        for i in of_thread(a.bias_bounds[p], a.bias_bounds[p + 1]):
             row.logits[row.start + a.bias_ids[i]] += a.biases[i]
         cuda.syncthreads()
         _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
@@ -244,7 +243,7 @@ def _penalize_repetition(row, token_ids, begin, end, penalty):
     if penalty == float32(1):
         return
     _count(row, token_ids, begin, end)
-    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+    for i in of_thread(begin, end):
         if _take_count(row, token_ids[i]) > 0:
             score = row.logits[row.start + token_ids[i]]
             row.logits[row.start + token_ids[i]] = score * penalty if score < float32(0) else score / penalty
@@ -256,7 +255,7 @@ def _penalize_presence(row, token_ids, begin, end, frequency, presence):
     if frequency == float32(0) and presence == float32(0):
         return
     _count(row, token_ids, begin, end)
-    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+    for i in of_thread(begin, end):
         count = _take_count(row, token_ids[i])
         if count > 0:
             score = row.logits[row.start + token_ids[i]] - rounded_product(frequency, float32(count))
@@ -265,10 +264,10 @@ def _penalize_presence(row, token_ids, begin, end, frequency, presence):
 
 @device_function
 def _count(row, token_ids, begin, end):
-    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+    for i in of_thread(begin, end):
         _take_count(row, token_ids[i])
     cuda.syncthreads()
-    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+    for i in of_thread(begin, end):
         cuda.atomic.add(row.counts, row.counts_start + token_ids[i], int32(1))
     cuda.syncthreads()
 
