@@ -301,7 +301,9 @@ def test_attention_stays_in_registers(size, has_slopes, dtype):
 
 def test_kernels_that_choose_tokens_stay_in_registers():
     assert compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS).registers <= 40
-    assert compile_kernel(draw_tokens, *DRAW).shared_bytes <= 16 << 10
+    drawing = compile_kernel(draw_tokens, *DRAW)
+    assert drawing.shared_bytes <= 16 << 10
+    assert drawing.ptx.count("fma.rn.f64") < 32  # few GPUs are fast at float64: one exponential, for a table
     compiled = compile_kernel(process_rows, *PROCESS)
     assert compiled.registers <= 64
     # A count times its penalty is rounded before it is subtracted.
