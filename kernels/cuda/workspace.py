@@ -239,7 +239,9 @@ def workspace_bytes(config, max_shape: MaxShape, dtype: str, share: RankShare) -
     device = devices.the_device()
     arrays = _shapes(config, max_shape, dtype, share), _input_shapes(max_shape)
     arrays += (_mixture_shapes(config, max_shape),) if config.expert_layers else ()
-    arrays += (_sampling_shapes(device, config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
+    arrays += (
+        (_sampling_shapes(device, config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
+    )
     return sum(map(_num_bytes, arrays))
 
 
