@@ -330,17 +330,17 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     scale = float(config.attention(layer).scale)
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
     kind = c.padded_head, c.numbers.name, config.has_alibi
-    if shape.tiles:  # prefill, and steps with several new tokens of a sequence
+    if shape.tiles:
         grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
         function = attend_prefill_kernel(*kind)
         w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
-        return
-    is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
-    warps = 1 if is_small else DECODE_WARPS
-    function = attend_decode_kernel(*kind)
-    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
-    arguments = attended, w.merges, w.partials, *keys, w.inputs.sizes, *more, shape.key_blocks
-    w.device.launch(function, grid, warps * WARP, *arguments)
+    if shape.lone:
+        is_small = shape.lone * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
+        warps = 1 if is_small else DECODE_WARPS
+        grid = -(-shape.key_blocks // warps), c.num_heads, shape.lone
+        function = attend_decode_kernel(*kind)
+        arguments = attended, w.merges, w.partials, *keys, w.inputs.lone, *more, shape.key_blocks
+        w.device.launch(function, grid, warps * WARP, *arguments)
 
 
 def heads_of(step: Step) -> Heads:

@@ -1,4 +1,4 @@
-"""Causal attention over the KV cache: a kernel for decode and one for prefill, with bit-identical results.
+"""Causal attention over the KV cache: a kernel for lone tokens and one for runs, with bit-identical results.
 
 Both merge blocks of KEY_BLOCK absolute positions in ascending order: a query's result depends on its position and the
 cache up to it alone. Values after the last position that a warp sees count as 0, whatever their bits; between a warp's
@@ -9,8 +9,10 @@ dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up 
     q            (N, H, Dp), unscaled
     k_cache      (L, num_slots, H, padded_len, Dp)
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
-    partials     (N, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
-    merges       (N, H) int32, 0 between steps: blocks that are done
+    lone         (n,) int32, tokens; negative for none
+    tiles        (t, 2) int32, the first token of a run of one sequence, and the token after its last
+    partials     (n, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
+    merges       (n, H) int32, 0 between steps: blocks that are done
     slopes       (H,) float32, of ALiBi, if has_slopes
 """
 
@@ -53,7 +55,7 @@ def tile_blocks(numbers: Numbers) -> int:
 
 @functools.cache
 def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
-    """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
+    """Lone tokens: grid (max_blocks / warps, H, n), threads 32 * warps, a block of keys each. The last merges all."""
     numbers = NUMBERS[dtype]
     products = attention_products(size, numbers, rows=1)
     ITEM = numbers.item_bytes
@@ -73,14 +75,15 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
 
     def attend_decode(
         attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, sizes, num_heads, head_size, width, scale, slopes, max_blocks,
+        positions, token_slots, lone, num_heads, head_size, width, scale, slopes, max_blocks,
     ):  # fmt: skip
         let_next_kernel_begin()
-        n = int32(cuda.blockIdx.z)
+        row = int32(cuda.blockIdx.z)
+        n = lone[uint32(row)]
         head = int32(cuda.blockIdx.y)
         lane = int32(cuda.threadIdx.x & 31)
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
-        if n >= sizes[uint32(0)]:
+        if n < 0:
             return
         last = int32(positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
@@ -106,7 +109,9 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
         slope = slopes[head] if has_slopes else float32(0)
         weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, slope, lane)
 
-        out = uint64(int32(int32(n * num_heads + head) * max_blocks + key_block) * int32(2 + size))
+        merged = int32(row * num_heads + head)
+        first = int32(int32(merged * max_blocks) * int32(2 + size))
+        out = uint64(first + int32(key_block * int32(2 + size)))
         if lane == 0:
             partials[out] = highest[0]
             partials[out + uint64(1)] = total[0]
@@ -117,8 +122,8 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
                 for i in range(DIMS):
                     partials[out + uint64(block * DIM_BLOCK + i)] = sums[i]
         key_blocks = int32(last // KEY_BLOCK + key_block + 1)
-        if is_last_warp(merges, n * num_heads + head, key_blocks):
-            combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width)
+        if is_last_warp(merges, merged, key_blocks):
+            combine(attended, n * width + head * head_size, partials, first, key_blocks, head_size)
 
     return kernel(attend_decode)
 
@@ -128,10 +133,8 @@ def _combine_function(products: Products, size: int):
     READ = TURNS_AT_ONCE * BLOCKS
 
     @device_function
-    def combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width):
+    def combine(attended, out, partials, start, key_blocks, head_size):
         lane = int32(cuda.threadIdx.x & 31)
-        start = int32(int32(n * num_heads + head) * max_blocks) * int32(2 + size)
-
         highest, total = float32(-math.inf), float32(0)
         values = cuda.local.array(BLOCKS, float32)
         block_values = cuda.local.array(READ, float32)
@@ -154,7 +157,6 @@ def _combine_function(products: Products, size: int):
                         values[block] = blend(values[block], new[2], block_values[i * BLOCKS + block], new[3])
 
         share = float32(1) / total
-        out = n * width + head * head_size
         for block in range(BLOCKS):
             dim = block * DIM_BLOCK + lane
             if dim < head_size:
@@ -165,7 +167,7 @@ def _combine_function(products: Products, size: int):
 
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
-    """Prefill and mixed steps: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
+    """Runs of a sequence's tokens: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
     numbers = NUMBERS[dtype]
     products = attention_products(size, numbers)
     load_queries = products.load_queries
@@ -199,8 +201,8 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         highest = cuda.local.array(ROWS, float32)
         total = cuda.local.array(ROWS, float32)
         values = cuda.local.array(VALUES, float32)
-        first = int32(tiles[tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
-        count = int32(min(tiles[tile + 1] - first, QUERIES))
+        first = int32(tiles[2 * tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
+        count = int32(min(tiles[2 * tile + 1] - first, QUERIES))
         if count <= 0:
             return
         load_queries(words, q, first, count, head, num_heads, lane)

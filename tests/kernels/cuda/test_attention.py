@@ -124,12 +124,13 @@ class Attention:
         count = len(step) + surplus
         max_blocks = self.positions // KEY_BLOCK
         warps = threads // 32
-        sizes = np.array([len(step)], np.int32)
+        lone = np.full(count, -1, np.int32)
+        lone[: len(step)] = range(len(step))
         partials = unwritten(count * self.heads * max_blocks * (2 + self.padded_size))
         attended = self.unwritten_result(count)
         merges = np.zeros(count * self.heads, np.int32)
         grid = (-(-max_blocks // warps), self.heads, count)
-        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
+        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, lone)
         given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES, max_blocks)
         simulate(attend_decode_kernel(self.padded_size, self.dtype), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
@@ -137,12 +138,12 @@ class Attention:
         assert np.isnan(result[len(step) :]).all()
         return result[: len(step)]
 
-    def prefill(self, step, tiles=None) -> np.ndarray:
-        tiles = query_tiles(step) if tiles is None else tiles
+    def prefill(self, step) -> np.ndarray:
+        tiles = query_tiles(step)
         *inputs, positions, token_slots = self.inputs(step)
         attended = self.unwritten_result(len(positions))
-        grid = (len(tiles) - 1, self.heads, tile_blocks(NUMBERS[self.dtype]))
-        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
+        grid = (len(tiles), self.heads, tile_blocks(NUMBERS[self.dtype]))
+        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32).ravel())
         given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES)
         simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
@@ -161,13 +162,13 @@ class Attention:
         assert np.abs(actual - self.exact(step)).max() <= TOLERANCES[self.dtype] * largest
 
 
-def query_tiles(step) -> list[int]:
-    bounds = [0]
-    for _, start, stop in step:
-        first = bounds[-1]
-        end = bounds[-1] + stop - start
-        bounds += [min(n, end) for n in range(first + QUERY_TILE, end + QUERY_TILE, QUERY_TILE)]
-    return bounds
+def query_tiles(step) -> list[tuple[int, int]]:
+    bounds = [0, *itertools.accumulate(stop - start for _, start, stop in step)]
+    return [
+        (n, min(n + QUERY_TILE, end))
+        for first, end in itertools.pairwise(bounds)
+        for n in range(first, end, QUERY_TILE)
+    ]
 
 
 def newest(sequences) -> list:

@@ -12,11 +12,11 @@ import pytest
 
 from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
-from support.tables import fields
+from support.tables import fields, rows
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import LOOKS, Batch
 from tinygpt.kernels.cuda.params import NUMBERS
-from tinygpt.kernels.cuda.workspace import Mirror, bytes_needed
+from tinygpt.kernels.cuda.workspace import MaxShape, Mirror, Queries, bytes_needed
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.tensor import LazyTensor
@@ -45,11 +45,13 @@ def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Model:
-    def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_tokens: int = 150):
+    def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_logits: int = 80):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(config, SLOTS, T, backend.kv_cache_dtypes(dtype)[0])
-        self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
+        self.cache = backend.new_kv_cache(
+            config, SLOTS, config.n_positions, backend.kv_cache_dtypes(dtype)[0]
+        )
+        self.workspace = backend.new_workspace(config, 150, num_logits, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:
         return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
@@ -128,6 +130,62 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, 
         starts = [start, n + len(parts)]
         parts.append(model.forward(chunks, starts, [1, 0], "all")[: stop - start])
     assert (np.concatenate(parts) == whole).all()
+
+
+@pytest.fixture
+def launches(device, monkeypatch) -> list[tuple[str, tuple | int]]:
+    """The names of kernels and their grids, as they are launched."""
+    found, launch = [], device.launch
+
+    def note(kernel, grid, *arguments, **options) -> None:
+        found.append((kernel.py_func.__name__, grid))
+        launch(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(device, "launch", note)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_tokens_far_on_have_a_launch_of_their_own_and_the_same_bits(dtype, launches):
+    checkpoint = checkpoint_of(n_positions=400, n_layer=1)
+    model = Model(cuda, checkpoint, dtype, num_logits=4)  # tokens are more
+    steps = [([token_ids(1, i)], [start], [i]) for i, start in enumerate((300, 7, 330))]
+    steps.append(([token_ids(3)], [0], [3]))
+    for _, (start,), (slot,) in steps:
+        values = np.random.default_rng(slot).standard_normal((2, 1, 2, start, 8), np.float32)
+        model.backend.write_positions(model.cache, slot, 0, *values)
+    alone = [model.forward(*step) for step in steps]
+    launches.clear()
+    order = 3, 0, 1, 2
+    together = model.forward(*([given for i in order for given in steps[i][part]] for part in range(3)))
+    same_bits(together, np.concatenate([alone[i] for i in order]))
+    grids = {name: grid for name, grid in launches if name.startswith("attend")}
+    assert {name: grid[0] for name, grid in grids.items()} == {"attend_prefill": 1, "attend_decode": 2}
+    assert grids["attend_decode"][2] == 4  # three, rounded up
+    launches.clear()
+    model.forward([steps[1][0][0], steps[3][0][0]], [7, 0], [1, 3])
+    assert [name for name, _ in launches if name.startswith("attend")] == ["attend_prefill"]
+
+
+# New tokens and positions of sequences; then which are lone, and the runs of others.
+KINDS_OF_TOKENS = rows("""
+[1, 1] | [3, 900] | [0, 1] | []
+[1, 3] | [256, 3] | [] | [[0, 1], [1, 4]]
+[1, 3] | [257, 64] | [0] | [[1, 4]]
+[70, 1, 1] | [70, 385, 2] | [70, 71] | [[0, 64], [64, 70]]
+[1, 1, 1, 2] | [900, 900, 900, 2] | [] | [[0, 1], [1, 2], [2, 3], [3, 5]]
+[1, 1, 1] | [9, 9, 9] | [] | [[0, 1], [1, 2], [2, 3]]
+""")
+
+
+@pytest.mark.parametrize(("counts", "lens", "lone", "tiles"), KINDS_OF_TOKENS)
+def test_kinds_of_tokens(counts, lens, lone, tiles):
+    """A step of 2 lone tokens at most."""
+    starts = np.subtract(lens, counts)
+    batch = Batch.of([[0] * count for count in counts], starts, range(len(lens)))
+    queries = Queries.of(batch, MaxShape(100, 2, 2, 1024))
+    assert queries.lone.tolist() == lone
+    assert queries.tiles.tolist() == tiles
 
 
 @pytest.mark.parametrize("family", [{}, EXPERTS], ids=["GPT-2", "experts"])
@@ -338,17 +396,13 @@ def test_what_is_not_given_stays(device):
     assert mirror.arrays["rows"].tolist() == [-2, -1, 0]
 
 
-def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):
-    launched, launch = [], device.launch
-    monkeypatch.setattr(
-        device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b)
-    )
+def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, launches):
     checkpoint = checkpoint_of(n_embd=64, n_layer=1)
     logits = []
     for shared_bytes in (227 << 10, 1 << 10):
         device.shared_bytes = shared_bytes
         logits.append(cuda_model(checkpoint, "bfloat16").forward([[3]], [0], [1]))
     assert (logits[0] == logits[1]).all()
-    names = [kernel.py_func.__name__ for kernel in launched]
+    names = [name for name, _ in launches]
     assert names.count("normed_linear") == 2  # QKV and c_fc, once
     assert names.count("layer_norm") == 1 + 3  # before the head, and of the second model each
