@@ -99,6 +99,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
 def begin(params: Params, workspace: Workspace, batch) -> None:
     fill(workspace, batch)
     if params.adapters is not None:
+        _ = workspace.sums  # memory cannot be had during a capture
         workspace.device.write(params.adapters.on_device, params.adapters.of_slot)
 
 

@@ -213,7 +213,7 @@ class Workspace:
 
     @functools.cached_property
     def sums(self) -> Any:
-        """(N, features) float32 of a linear layer that adapters add to; had at the first step of all."""
+        """(N, features) float32 of a linear layer that adapters add to; had before their first step."""
         return self.device.zeros((max(3 * self.x.size, self.inner.size),), np.float32)
 
 

@@ -194,6 +194,8 @@ def test_a_kind_of_step_is_captured_once(family, device):
     model = cuda_model(checkpoint)
     steps = [model.forward([[3]], [i], [0]) for i in range(4)]
     assert device.num_captured == 1
+    model.forward([[3]], [T // 2], [0])
+    assert device.num_captured == 2  # at once, of kernels that have run
     again = cuda_model(checkpoint).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
 
