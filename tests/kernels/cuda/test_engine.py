@@ -1,5 +1,6 @@
 """The engine on a simulated GPU: the reference's tokens, and errors that only a GPU raises."""
 
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,6 +10,7 @@ from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tables import fields, rows
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
+from tinygpt.cli.serve import _try_first
 from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import DeviceError
@@ -149,6 +151,15 @@ def test_256_sequences_at_once(model):
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     assert found[0] == found[1]
     assert len({tuple(token_ids) for token_ids in found[0]}) > 5
+
+
+def test_a_server_has_captured_steps_of_all_rows(model, device):
+    with load(model) as llm:
+        _try_first(llm, Namespace(device="cuda", look=False, max_num_seqs=4))
+        captured = device.num_captured
+        for temperature in (0, 0.9):
+            llm.generate([[3]] * 3, SamplingParams(max_tokens=9, ignore_eos=True, temperature=temperature))
+    assert device.num_captured == captured
 
 
 def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
