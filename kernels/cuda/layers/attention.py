@@ -23,12 +23,15 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from ..jit import (
     WARP,
+    commit_copies,
     device_function,
     is_last_warp,
     kernel,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
+    shared_address,
+    wait_for_copies,
     wait_for_kernel_before,
 )
 from ..params import NUMBERS, Numbers
@@ -38,13 +41,15 @@ from .attention_products import (
     Products,
     attention_products,
     blend,
+    copy_block_function,
     merge,
     weigh_keys_function,
 )
 
 TILE_WARPS = 4  # of a block of attend_prefill
 QUERY_TILE = 64  # tokens of one sequence that tile_blocks(...) blocks of attend_prefill take
-WHOLE_SIZE = 64  # of heads, up to which registers allow a loop of its own over blocks without masks
+# Of heads, up to which registers allow code of its own for blocks without masks, and two stages fit in 32 KiB.
+WHOLE_SIZE = 64
 TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 
@@ -169,11 +174,10 @@ def _combine_function(products: Products, size: int):
 def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
     """Runs of a sequence's tokens: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
     numbers = NUMBERS[dtype]
-    products = attention_products(size, numbers)
+    IS_SHARED = numbers.has_mma and size <= WHOLE_SIZE
+    products = attention_products(size, numbers, is_shared=IS_SHARED)
     load_queries = products.load_queries
-    HAS_WHOLE = numbers.has_mma and size <= WHOLE_SIZE
-    take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
-    take_block = _take_block_function(products, size, has_slopes)
+    take_blocks = (_take_shared_function if IS_SHARED else _take_function)(products, size, has_slopes)
     store = products.store
     QUERIES = products.queries
     QUERY_WORDS = products.query_words
@@ -201,11 +205,15 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         highest = cuda.local.array(ROWS, float32)
         total = cuda.local.array(ROWS, float32)
         values = cuda.local.array(VALUES, float32)
-        first = int32(tiles[2 * tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
-        count = int32(min(tiles[2 * tile + 1] - first, QUERIES))
+        begin = tiles[2 * tile]
+        end = tiles[2 * tile + 1]
+        first = int32(begin + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
+        count = int32(min(end - first, QUERIES))
         if count <= 0:
-            return
-        load_queries(words, q, first, count, head, num_heads, lane)
+            if begin == end or not IS_SHARED:
+                return
+            first, count = begin, int32(0)  # this warp copies keys and values for others
+        load_queries(words, q, first, max(count, int32(1)), head, num_heads, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             newest[r] = positions[first + row] if row < count else -1
@@ -214,20 +222,11 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
             values[i] = float32(0)
 
         start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
-        last = positions[first + count - 1]
-        oldest = positions[first]
         slope = slopes[head] if has_slopes else float32(0)
-        softmax = highest, total, values
-        while HAS_WHOLE and oldest >= KEY_BLOCK - 1:  # all keys of a block count for all queries
-            take_whole(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
-            start = start + KEY_BLOCK * size
-            oldest = int32(oldest - KEY_BLOCK)
-            last = int32(last - KEY_BLOCK)
-        while last >= 0:
-            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
-            start = start + KEY_BLOCK * size
-            last = int32(last - KEY_BLOCK)
-
+        oldest = positions[first] if count else int32(-1)
+        last = positions[first + count - 1] if count else int32(-1)
+        keys = k_cache, v_cache, start, oldest, last, positions[end - 1]
+        take_blocks(highest, total, values, words, newest, *keys, scale, slope, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             if row < count:
@@ -240,6 +239,63 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
                             store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
 
     return kernel(attend_prefill)
+
+
+def _take_function(products: Products, size: int, has_slopes: bool):
+    """Return the function that merges all blocks into a softmax.
+
+    oldest, last: positions of a warp's queries, -1 for none. end: the last of the tile.
+    """
+    take_block = _take_block_function(products, size, has_slopes)
+
+    @device_function
+    def take_blocks(
+        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+    ):
+        softmax = highest, total, values
+        while last >= 0:
+            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
+            start = start + KEY_BLOCK * size
+            last = int32(last - KEY_BLOCK)
+
+    return take_blocks
+
+
+def _take_shared_function(products: Products, size: int, has_slopes: bool):
+    """As _take_function: a tile's warps copy each block to shared memory while they take the one before."""
+    take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
+    take_block = _take_block_function(products, size, has_slopes)
+    copy_block = copy_block_function(size, TILE_WARPS * WARP)
+    STAGE_BYTES = 2 * 2 * KEY_BLOCK * size
+    WORDS = 2 * STAGE_BYTES // 4
+
+    @device_function
+    def take_blocks(
+        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+    ):
+        softmax = highest, total, values
+        stage = shared_address(cuda.shared.array(WORDS, uint32, alignment=16))
+        both = int32(2 * stage) + STAGE_BYTES
+        copy_block(stage, k_cache, v_cache, start)
+        commit_copies()
+        while end >= 0:
+            wait_for_copies(0)
+            cuda.syncthreads()  # and no warp is at the block before
+            other = uint32(both - stage)
+            if end >= KEY_BLOCK:
+                start = start + KEY_BLOCK * size
+                copy_block(other, k_cache, v_cache, start)
+                commit_copies()
+            if oldest >= KEY_BLOCK - 1:  # all keys of the block count for all queries
+                take_whole(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+            elif last >= 0:
+                take_block(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+            stage = other
+            oldest = int32(oldest - KEY_BLOCK)
+            last = int32(last - KEY_BLOCK)
+            end = int32(end - KEY_BLOCK)
+
+    return take_blocks
 
 
 def _take_block_function(products: Products, size: int, has_slopes: bool, is_whole: bool = False):

@@ -17,10 +17,12 @@ from ..jit import (
     ALL_LANES,
     WARP,
     bits_to_float32,
+    copy_async,
     device_function,
     float32_to_bits,
     four,
     load_cached,
+    load_shared,
     unrolled,
 )
 from ..params import Numbers
@@ -28,6 +30,8 @@ from ..params import Numbers
 KEY_BLOCK = 64  # positions
 DIM_BLOCK = 32
 LOADS = 8  # that a lane asks for together
+CHUNK = 8  # numbers of 16 bits that a lane loads, or copies to shared memory
+CHUNK_BYTES = 2 * CHUNK
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,17 @@ class Products:
         return DIM_BLOCK // self.row_lanes
 
 
-def attention_products(size: int, numbers: Numbers, rows: int = 2) -> Products:
-    """rows: of a lane on tensor cores, twice as many on ordinary units; 1 if a warp has one query."""
+def attention_products(size: int, numbers: Numbers, rows: int = 2, is_shared: bool = False) -> Products:
+    """rows: of a lane on tensor cores, twice as many on ordinary units; 1 if a warp has one query.
+
+    is_shared: `start` is the shared address to which `copy_block` has copied a block.
+    """
     if numbers.has_mma:
-        return _mma_products(size, rows, numbers)
+        return _mma_products(size, rows, numbers, is_shared)
     return _fma_products(size, rows * rows, numbers)
 
 
-def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
+def _mma_products(size: int, rows: int, numbers: Numbers, is_shared: bool) -> Products:
     """Return the functions on tensor cores.
 
     The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
@@ -92,12 +99,20 @@ def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
                     words[8 * block + 2 * k + r] = loaded[k]
 
     @device_function
+    def load_keys(k_cache, start, tile, block, lane):
+        row = lane >> 2
+        if is_shared:
+            chunk = _key_chunk(int32(row * (size // CHUNK) + (block * 4 + (lane & 3))), size)
+            return load_shared(start + uint32(chunk * CHUNK_BYTES) + uint32(tile * 16 * size))
+        at = start + int32(row * size + (lane & 3) * 8)
+        return load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK))
+
+    @device_function
     def multiply_keys(scores, words, k_cache, start, lane):
-        at = start + int32((lane >> 2) * size + (lane & 3) * 8)
         for tile in range(TILES):  # of 8 keys
             sums = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
-                keys = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK))
+                keys = load_keys(k_cache, start, tile, block, lane)
                 w = 8 * block
                 sums = mma(operand(words, w), (keys[0], keys[1]), sums)
                 sums = mma(operand(words, w + 4), (keys[2], keys[3]), sums)
@@ -114,6 +129,11 @@ def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
     @device_function
     def load_pairs(v_cache, start, block, step, lane):
         # A pair of positions is a word of an operand. A lane reads 4 dims of two pairs, for products 4 dims apart.
+        if is_shared:
+            chunk = _value_chunk(int32((lane & 3) * (size // 4) + (lane >> 2)), size)
+            place = start + uint32(chunk * CHUNK_BYTES)
+            place += uint32(2 * KEY_BLOCK * size + step * 32 * size + block * 4 * DIM_BLOCK)
+            return load_shared(place), load_shared(place + uint32(16 * size))
         at = (
             start
             + int64(int32((lane & 3) * 2 * size + (lane >> 2) * 8))
@@ -162,6 +182,40 @@ def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
     return Products(
         *counts, load_queries, multiply_keys, pack_weights, load_values, weigh_values, numbers.store
     )
+
+
+def copy_block_function(size: int, threads: int):
+    """Return the function by which a block's threads copy keys, then values, to a shared address."""
+    COPIES = KEY_BLOCK * size // CHUNK // threads
+    STRIDE = threads * CHUNK  # of whole rows, which repeat the order of chunks
+
+    @device_function
+    def copy_block(stage, k_cache, v_cache, start):
+        thread = int32(cuda.threadIdx.x)
+        keys = stage + uint32(_key_chunk(thread, size) * CHUNK_BYTES)
+        values = stage + uint32(_value_chunk(thread, size) * CHUNK_BYTES) + uint32(2 * KEY_BLOCK * size)
+        at = start + thread * CHUNK
+        for i in range(COPIES):
+            copy_async(keys + uint32(2 * i * STRIDE), k_cache, at + i * STRIDE)
+        for i in range(COPIES):
+            copy_async(values + uint32(2 * i * STRIDE), v_cache, at + i * STRIDE)
+
+    return copy_block
+
+
+# Shared memory serves eight lanes of 16 bytes at once if they are in different eighths of 128 bytes. Eight lanes read
+# 4 chunks of two keys, which may be 128 bytes apart, or 2 chunks of four pairs of positions.
+
+
+@device_function
+def _key_chunk(chunk, size):
+    """Return the place of a chunk of keys: odd keys have halves of 128 bytes swapped, if that is a key's size."""
+    return chunk ^ (chunk >> 1 & 4) if size == 2 * DIM_BLOCK else chunk
+
+
+@device_function
+def _value_chunk(chunk, size):
+    return chunk ^ 2 * (chunk // (size // 4) & 3)
 
 
 @device_function
