@@ -196,12 +196,11 @@ class Graphs:
     def run(self, kind: Hashable, step: Callable[[], None], times: int = 1) -> None:
         """Queue the launches of `step` some times, the same in every step of this kind."""
         for _ in range(times):
-            if kind not in self._captured:
-                while len(self._captured) >= MAX_GRAPHS:
-                    del self._captured[next(iter(self._captured))]  # the oldest
-                with suppress(NewKernel):
-                    self._captured[kind] = self.device.capture(step)
+            with suppress(NewKernel):
+                self._captured[kind] = self._captured.pop(kind, None) or self.device.capture(step)
             self._captured.get(kind, step)()
+            if len(self._captured) > MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]  # used longest ago
 
 
 def let_kernels_begin_early(graph: Any) -> None:
