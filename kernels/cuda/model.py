@@ -17,10 +17,10 @@ from numba import cuda, int32
 from ..backend import no_op
 from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
-from .kv_cache import KVCache
+from .kv_cache import KVCache, put_rows
 from .layers.adapters import ADAPT_WARPS, adapt_kernel
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
-from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, Heads
+from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, QKV_ROWS, Heads
 from .layers.experts import (
     ADD_THREADS,
     CHOOSE_WARPS,
@@ -148,10 +148,15 @@ def look_up(params: Params, out, width: int, columns: int, dtype: str, step: Ste
 
 def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    attended = step.workspace.attended
-    normed_linear(params, "ln_1", "c_attn", layer, heads_of(step), x, step, QKV)  # (N, 3C)
+    w = step.workspace
+    attended = w.attended
+    is_int8 = step.kv_cache.is_int8
+    target, epilogue = (w.qkv, QKV_ROWS) if is_int8 else (heads_of(step), QKV)
+    normed_linear(params, "ln_1", "c_attn", layer, target, x, step, epilogue)  # (N, 3C)
     for kind in "qkv":
         look(kind, layer)
+    if is_int8:
+        put_rows(step.kv_cache, DTYPES[params.dtype].numbers.name, layer, w, step.shape.tokens)
     attend(params, layer, attended, step)
     look("z", layer)
     add_projection(params, "attn_proj", layer, x, attended, step, partial(look, "attn_out", layer))
@@ -330,9 +335,10 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     scale = float(config.attention(layer).scale)
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
-    kind = c.padded_head, c.numbers.name, config.has_alibi
+    numbers = DTYPES[params.dtype].numbers
+    kind = c.padded_head, numbers.name, config.has_alibi, c.is_int8
     if shape.tiles:
-        grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
+        grid = shape.tiles, c.num_heads, tile_blocks(numbers)
         function = attend_prefill_kernel(*kind)
         w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
     if shape.lone:

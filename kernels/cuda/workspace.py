@@ -197,6 +197,7 @@ class Workspace:
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)
+    qkv: Any  # (N, 3C rounded up), before an int8 cache; unused in float32
     q: Any  # (N, H, Dp)
     attended: Any  # (N, Cp)
     partials: Any  # (tokens of a decode step, H, key blocks, Dp + 2) float32
@@ -233,7 +234,7 @@ def new_workspace(
         sampling=new_sampling_buffers(device, config, max_shape),
         max_shape=max_shape,
         graphs=Graphs(device),
-        **{"narrow": arrays["normed"], **arrays},
+        **{"narrow": arrays["normed"], "qkv": arrays["normed"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
     return workspace
@@ -330,10 +331,13 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     heads = config.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
-    kind = DTYPES[dtype].numbers.array_type
+    numbers = DTYPES[dtype].numbers
+    kind = numbers.array_type
     device = devices.the_device()
-    narrow = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
-    return narrow | {
+    some = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
+    if numbers.has_mma:
+        some["qkv"] = (n, padded_columns(3 * heads * config.head_size)), kind
+    return some | {
         "embeds": ((n, config.embedding_size), np.float32),
         "x": ((n, config.n_embd), np.float32),
         "normed": ((max(pairs, r), columns), kind),

@@ -9,6 +9,7 @@ dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up 
     q            (N, H, Dp), unscaled
     k_cache      (L, num_slots, H, padded_len, Dp)
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
+                 both if is_int8: (L, num_slots, H, padded_len / KEY_BLOCK) runs of bytes, of attention_products.py
     lone         (n,) int32, tokens; negative for none
     tiles        (t, 2) int32, the first token of a run of one sequence, and the token after its last
     partials     (n, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
@@ -38,6 +39,8 @@ from ..params import NUMBERS, Numbers
 from .attention_products import (
     DIM_BLOCK,
     KEY_BLOCK,
+    SCALES_BYTES,
+    TILE,
     Products,
     attention_products,
     blend,
@@ -59,11 +62,14 @@ def tile_blocks(numbers: Numbers) -> int:
 
 
 @functools.cache
-def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
+def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int8: bool = False):
     """Lone tokens: grid (max_blocks / warps, H, n), threads 32 * warps, a block of keys each. The last merges all."""
     numbers = NUMBERS[dtype]
-    products = attention_products(size, numbers, rows=1)
-    ITEM = numbers.item_bytes
+    products = attention_products(size, numbers, is_int8, rows=1)
+    HEADER = SCALES_BYTES if is_int8 else 0
+    RUN = HEADER + KEY_BLOCK * size
+    GROUP = TILE if is_int8 else 2  # positions that lie together
+    ITEM = 1 if is_int8 else numbers.item_bytes
     combine = _combine_function(products, size)
     load_queries = products.load_queries
     load_values = products.load_values
@@ -93,10 +99,12 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
         last = int32(positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
             return
-        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, padded_len * size)
-        start += key_block * KEY_BLOCK * size
+        whole = padded_len // KEY_BLOCK * RUN
+        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, whole)
+        start += key_block * RUN
         if lane == 0:
-            wanted = int32(min(last + 2, KEY_BLOCK) * size * ITEM)  # an even number of positions
+            groups = min(last // GROUP + 1, KEY_BLOCK // GROUP)
+            wanted = int32((HEADER + groups * (GROUP * size)) * ITEM)
             prefetch_run(k_cache, start, wanted)
             prefetch_run(v_cache, start, wanted)
         wait_for_kernel_before()
@@ -112,7 +120,7 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
         values = cuda.local.array(VALUE_WORDS, uint32)
         load_values(values, v_cache, start, last, lane)
         slope = slopes[head] if has_slopes else float32(0)
-        weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, slope, lane)
+        weigh_keys(highest, total, packed, words, newest, k_cache, v_cache, start, scale, slope, lane)
 
         merged = int32(row * num_heads + head)
         first = int32(int32(merged * max_blocks) * int32(2 + size))
@@ -171,13 +179,14 @@ def _combine_function(products: Products, size: int):
 
 
 @functools.cache
-def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
+def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False, is_int8: bool = False):
     """Runs of a sequence's tokens: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
     numbers = NUMBERS[dtype]
-    IS_SHARED = numbers.has_mma and size <= WHOLE_SIZE
-    products = attention_products(size, numbers, is_shared=IS_SHARED)
+    IS_SHARED = numbers.has_mma and size <= WHOLE_SIZE and not is_int8
+    products = attention_products(size, numbers, is_int8, is_shared=IS_SHARED)
+    RUN = KEY_BLOCK * size + (SCALES_BYTES if is_int8 else 0)
     load_queries = products.load_queries
-    take_blocks = (_take_shared_function if IS_SHARED else _take_function)(products, size, has_slopes)
+    take_blocks = (_take_shared_function if IS_SHARED else _take_function)(products, size, has_slopes, RUN)
     store = products.store
     QUERIES = products.queries
     QUERY_WORDS = products.query_words
@@ -221,7 +230,8 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         for i in range(VALUES):
             values[i] = float32(0)
 
-        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
+        whole = padded_len // KEY_BLOCK * RUN
+        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, whole)
         slope = slopes[head] if has_slopes else float32(0)
         oldest = positions[first] if count else int32(-1)
         last = positions[first + count - 1] if count else int32(-1)
@@ -241,9 +251,10 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
     return kernel(attend_prefill)
 
 
-def _take_function(products: Products, size: int, has_slopes: bool):
+def _take_function(products: Products, size: int, has_slopes: bool, run: int):
     """Return the function that merges all blocks into a softmax.
 
+    run: numbers of the cache from one block to the next
     oldest, last: positions of a warp's queries, -1 for none. end: the last of the tile.
     """
     take_block = _take_block_function(products, size, has_slopes)
@@ -255,13 +266,13 @@ def _take_function(products: Products, size: int, has_slopes: bool):
         softmax = highest, total, values
         while last >= 0:
             take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
-            start = start + KEY_BLOCK * size
+            start = start + run
             last = int32(last - KEY_BLOCK)
 
     return take_blocks
 
 
-def _take_shared_function(products: Products, size: int, has_slopes: bool):
+def _take_shared_function(products: Products, size: int, has_slopes: bool, run: int):
     """As _take_function: a tile's warps copy each block to shared memory while they take the one before."""
     take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
     take_block = _take_block_function(products, size, has_slopes)
@@ -283,7 +294,7 @@ def _take_shared_function(products: Products, size: int, has_slopes: bool):
             cuda.syncthreads()  # and no warp is at the block before
             other = uint32(both - stage)
             if end >= KEY_BLOCK:
-                start = start + KEY_BLOCK * size
+                start = start + run
                 copy_block(other, k_cache, v_cache, start)
                 commit_copies()
             if oldest >= KEY_BLOCK - 1:  # all keys of the block count for all queries
@@ -306,6 +317,7 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
     DIMS = products.dims
     HELD = ROWS * DIMS
     PACKED_WORDS = products.packed_words
+    VALUE_WORDS = products.value_words
 
     @device_function
     def take_block(highest, total, values, words, newest, k_cache, v_cache, start, last, scale, slope, lane):
@@ -315,10 +327,11 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
         added = cuda.local.array(ROWS, float32)
         packed = cuda.local.array(PACKED_WORDS, uint32)
         sums = cuda.local.array(HELD, float32)
-        held = cuda.local.array(1, uint32)  # held: nothing
+        held = cuda.local.array(VALUE_WORDS, uint32)
         if is_whole:
             last = int32(2 * KEY_BLOCK)  # which the compiler knows
-        weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, slope, lane)
+        weighed = block_highest, block_total, packed
+        weigh_keys(*weighed, words, newest, k_cache, v_cache, start, scale, slope, lane)
         for r in range(ROWS):
             new = merge(highest[r], total[r], block_highest[r], block_total[r])
             highest[r], total[r], kept[r], added[r] = new

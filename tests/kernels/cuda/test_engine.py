@@ -238,8 +238,8 @@ def test_float16_is_to_be_asked_for(model, monkeypatch):
 REFUSED = rows("""
 {"dtype": "int4"} | dtype is 'int4' and device 'cuda' computes in 'float32', 'float16', 'bfloat16', 'int8' only
 {"kv_cache_dtype": "bfloat16"} | must be one of 'auto', 'float32' for float32 weights on device 'cuda'
-{"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16' for int8 weights
-{"dtype": "int8", "kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'
+{"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16', 'int8' for int8 weights
+{"kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'float32' for float32 weights
 """)
 
 

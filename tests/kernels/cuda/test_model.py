@@ -17,6 +17,7 @@ from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import LOOKS, Batch
 from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.cuda.workspace import MaxShape, Mirror, Queries, bytes_needed
+from tinygpt.kernels.numbers import from_cache
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.tensor import LazyTensor
@@ -26,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 V = 29
 T = 140
 SLOTS = 4
+# By the dtype of weights, and that of the KV cache if it is another.
 TOLERANCE = {"float32": 2e-5, "float16": 0.008, "bfloat16": 0.06, "int8": 0.15}
+INT8_CACHE = "bfloat16 int8"
+TOLERANCE[INT8_CACHE] = TOLERANCE["bfloat16"]
 
 
 def checkpoint_of(**fields) -> Checkpoint:
@@ -45,20 +49,28 @@ def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Model:
-    def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_logits: int = 80):
+    def __init__(self, backend, checkpoint: Checkpoint, dtypes: str = "float32", num_logits: int = 80):
         self.backend, config = backend, checkpoint.config
+        dtype, cache_dtype = dtypes_of(backend, dtypes)
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(
-            config, SLOTS, config.n_positions, backend.kv_cache_dtypes(dtype)[0]
-        )
+        self.cache = backend.new_kv_cache(config, SLOTS, config.n_positions, cache_dtype)
         self.workspace = backend.new_workspace(config, 150, num_logits, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:
         return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
 
 
-def cuda_model(checkpoint: Checkpoint, dtype: str = "float32") -> Model:
-    return Model(cuda, checkpoint, dtype)
+def dtypes_of(backend, dtypes: str) -> list[str]:
+    (dtype, *cache) = dtypes.split()
+    return [dtype, *(cache or backend.kv_cache_dtypes(dtype)[:1])]
+
+
+def cuda_model(checkpoint: Checkpoint, dtypes: str = "float32") -> Model:
+    return Model(cuda, checkpoint, dtypes)
+
+
+def oracle_of(checkpoint: Checkpoint, dtypes: str = "float32") -> Model:
+    return Model(reference, checkpoint, "float32 int8" if "int8" in dtypes.split()[1:] else "float32")
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
@@ -74,7 +86,7 @@ def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
     checkpoint, n = checkpoint_of(), LENGTHS[dtype]
     ours = cuda_model(checkpoint, dtype)
-    oracle = Model(reference, checkpoint)
+    oracle = oracle_of(checkpoint, dtype)
     for chunks, starts, slots in (
         ([token_ids(n), token_ids(3, 1)], [0, 0], [2, 0]),
         ([token_ids(12, 2), token_ids(1, 3)], [n, 3], [2, 0]),
@@ -271,11 +283,11 @@ LOOKED_AT = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", INT8_CACHE])
 def test_all_that_can_be_seen(dtype):
     checkpoint = checkpoint_of()
     recorded = []
-    for model in (cuda_model(checkpoint, dtype), Model(reference, checkpoint)):
+    for model in (cuda_model(checkpoint, dtype), oracle_of(checkpoint, dtype)):
         hooks = Recorder({(kind, layer) for kind in cuda.SEEN for layer in (0, 1)})
         for batch in LOOKED_AT:
             model.backend.forward(model.params, batch, model.cache, model.workspace, hooks)
@@ -285,7 +297,7 @@ def test_all_that_can_be_seen(dtype):
         np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
-NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16")
+NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16"), *((kind, INT8_CACHE) for kind in "qkv")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in LOOKS), *NARROW])
@@ -297,7 +309,7 @@ def test_edits_of_all_that_can_be_seen(kind, dtype):
         array[[2, 7]] = 0.5 - array[[2, 7]]
 
     found = []
-    for model in (cuda_model(checkpoint, dtype), Model(reference, checkpoint)):
+    for model in (cuda_model(checkpoint, dtype), oracle_of(checkpoint, dtype)):
         plain, hooks = Recorder({(kind, 0)}, changes=False), Recorder({(kind, 0)}, change)
         given = dataclasses.replace(LOOKED_AT[0], logit_rows=np.arange(8, dtype=np.int32))
         steps = [(given, plain), (given, hooks), (LOOKED_AT[1], Recorder(set()))]
@@ -335,7 +347,7 @@ def test_edits_of_the_stream_and_a_given_one():
     same_bits(found[0][2], found[0][0])  # the head's own bits
 
 
-@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("dtype", [*NUMBERS, INT8_CACHE])
 def test_positions_move_between_slots_and_to_the_host(dtype):
     checkpoint, ids = checkpoint_of(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
@@ -349,12 +361,11 @@ def test_positions_move_between_slots_and_to_the_host(dtype):
     backend.write_positions(cache, 0, 0, k[:, :, :3], v[:, :, :3])
     backend.write_positions(cache, 0, 3, k[:, :, 3:], v[:, :, 3:])
     assert (model.forward([ids[8:]], [8], [0]) == expected).all()
-    oracle = Model(reference, checkpoint)
+    oracle = oracle_of(checkpoint, dtype)
     oracle.forward([ids[:8]], [0], [3])
-    for found, true in zip((k, v), reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
-        values = NUMBERS[dtype].decode(found)
+    as_float32 = [np.float32(from_cache(found)) for found in (k, v)]
+    for values, true in zip(as_float32, reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
         np.testing.assert_allclose(values, true, atol=TOLERANCE[dtype] / 2, rtol=0)
-    as_float32 = map(NUMBERS[dtype].decode, (k, v))
     backend.write_positions(cache, 2, 0, *as_float32)
     assert (model.forward([ids[8:]], [8], [2]) == expected).all()
 
@@ -383,9 +394,8 @@ def test_memory_is_what_was_counted(dtype, family, device, monkeypatch):
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint = checkpoint_of(**family)
-    (kv_cache_dtype,) = cuda.kv_cache_dtypes(dtype)
-    model = Model(cuda, checkpoint, dtype)
-    needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
+    model = cuda_model(checkpoint, dtype)
+    needed = bytes_needed(checkpoint.config, False, *dtypes_of(cuda, dtype), SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
 
