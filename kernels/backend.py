@@ -117,13 +117,15 @@ class Backend(Protocol):
     """
 
     DTYPES: tuple[str, ...]  # of weights
+    ADAPTED: tuple[str, ...]  # those of DTYPES that compute with adapters
     MAX_STEP_TOKENS: int  # N that fills the device
     PACKED: Any  # the module that stores Params, or None
     QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
     SEEN: tuple[str, ...]  # the kinds that Hooks see
     CHANGED: tuple[str, ...]  # those of SEEN to which Hooks may write
 
-    def check_device(self) -> None: ...
+    def check_device(self, number: int = 0) -> None:
+        """number: of this process on its host."""
 
     def check_model(self, config) -> None: ...
 
@@ -135,7 +137,7 @@ class Backend(Protocol):
         """Pack a checkpoint: config, stored, tensor(name) -> (out, in) float32, release(name)."""
 
     def with_adapters(self, params, config, adapters: list[dict], num_slots: int) -> tuple[Any, np.ndarray]:
-        """Return Params of float32 with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
+        """Return Params with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
 
         adapters: {name of a linear layer: (down (r, K), up (N, r))}; -1: none, as at first. May be None.
         """

@@ -58,6 +58,11 @@ def even_bounds(count: int, parts: int) -> list[int]:
     return [i * share + min(i, longer) for i in range(parts + 1)]
 
 
+def even_run(count: int, part: int, parts: int) -> range:
+    bounds = even_bounds(count, parts)
+    return range(bounds[part], bounds[part + 1])
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
     logits = np.asarray(logits)  # which may be a GPU's

@@ -24,7 +24,7 @@ PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")
 SEVERAL_STEPS = {"multi_step", "stop_early", "final_norm"}
 # What the GPU's model.py has below its page: a launch of each layer, and decode steps without the host.
 CUDA_LAUNCHES = {
-    *("normed_linear", "layer_norm", "linear", "add_projection", "attend", "heads_of", "width_of"),
+    *("normed_linear", "layer_norm", "linear", "add_projection", "attend", "heads_of"),
     *(
         "look_up",
         "norm_after",

@@ -90,6 +90,17 @@ class Checkpoint:
         return in_a_thread(lambda: " ".join(sorted(map(_checksum, self.files))))
 
 
+@dataclass(frozen=True)
+class UnpackedCheckpoint(Checkpoint):
+    """A converted checkpoint for a device that cannot read it in place."""
+
+    dtype: str = "float32"
+
+    @property
+    def auto_dtype(self) -> str:
+        return self.dtype
+
+
 def _checksum(path: Path) -> str:
     with parsing(path, "file"), open_regular(path) as file:
         return crc32_of(iter(partial(file.read, READ_SIZE), b""))
@@ -158,6 +169,12 @@ class PackedCheckpoint:
     @property
     def file(self) -> MappedFile:
         return next(iter(self.stored.values())).file
+
+    def unpacked(self, unpack: Callable[[str], np.ndarray]) -> UnpackedCheckpoint:
+        """unpack: a parameter by its name, in float32."""
+        stored = {name: LazyTensor(partial(unpack, name), ()) for name in parameter_shapes(self.config)}
+        about = self.path, "safetensors", "GPT-2", self.config
+        return UnpackedCheckpoint(*about, stored, self.tied, files=(self.file.path,), dtype=self.dtype)
 
     def arrays(self, layout: PackedLayout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Return writable views of the file, whose writes stay out of it.

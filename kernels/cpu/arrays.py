@@ -1,13 +1,14 @@
 """A model's arrays: one table, from which loading, converted files and ranks derive; and Params, which kernels read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backend import KINDS, LINEARS, NORMS
-from ..numbers import even_bounds
-from .dtypes import DTYPES, new_weight, panel_count, weight_layout
+from ..numbers import even_run
+from ..rank_share import RankShare
+from .dtypes import DTYPES, new_weight, panel_count, unpack, weight_layout
 from .layers.activations import ACTIVATIONS
 from .layers.linear import MAX_SEGMENTS, Linear, quarters, whole
 from .simd.tiles import OUT_TILE
@@ -157,7 +158,7 @@ def to_file(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     return found
 
 
-def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "RankShare | None" = None) -> Params:
+def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "CpuShare | None" = None) -> Params:
     """Return Params of a file's arrays, without copies: panels must start on a vector's boundary. share: a rank's."""
     share = share or share_of(config, dtype)
     table = model_arrays(config, dtype, "wte.panels" not in arrays)
@@ -169,7 +170,34 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "RankSha
     return new_params(config, dtype, given, share)
 
 
-def new_params(config, dtype: str, arrays: dict[str, Any], share: "RankShare") -> Params:
+def parameter_of(arrays: dict[str, np.ndarray], config, dtype: str, name: str) -> np.ndarray:
+    """Return a parameter of a file's arrays, by its name in a checkpoint, in float32.
+
+    A layer norm and the linear layer after it keep the factors that even out the channels between them.
+    """
+    table = model_arrays(config, dtype, "wte.panels" not in arrays)
+    *place, kind = name.split(".")
+    is_of_layer = place[0] == "h"
+    layer = int(place[1]) if is_of_layer else 0
+    part = ".".join(place[2:]) if is_of_layer else place[0]
+    ours = next((ours for ours, theirs in LINEARS.items() if theirs == part), part)
+    if ours == "wte" and ours not in table:  # tied
+        ours = "lm_head"
+    given = ours if kind == "weight" and ours in table else f"{ours}_{kind}"
+    array = table[given]
+    value = array.of_file(given, arrays)
+    if array.dtype is not None:
+        n, k = array.shape
+        value = unpack(array.dtype, tuple(each[layer] for each in value), n, k)
+        if ours in FACTORS_BEFORE and FACTORS_BEFORE[ours] in table:
+            value = value * arrays[FACTORS_BEFORE[ours]][layer, :k]
+        return value / arrays["head_factors"] if ours == "lm_head" else value
+    if ours == "ln_f" and config.embed_dim is None:
+        return value * arrays["head_factors"]
+    return value[layer] if array.layers else value
+
+
+def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") -> Params:
     """Build Params from arrays by their names in `model_arrays`."""
     norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
     is_after = config.norm_placement == "post"
@@ -239,51 +267,13 @@ def _segments(k: int, unit: int, dtype: str) -> np.ndarray:
     return quarters(k // unit, unit) if unit % DTYPES[dtype].k_unit == 0 and k % unit == 0 else whole(k)
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """A rank's layers, heads, hidden units and tokens, in place of the model's config.
-
-    Weights are cut from whole packed weights: scales and factors are the same on every rank.
-    """
-
-    layers: range
-    heads: range
-    inner: range
-    vocab: range  # tokens whose rows of wte, or of the head, are here
-    segments: range  # which of the four segments of K
-    n_embd: int
-    head_size: int
-    is_first: bool  # stage: it embeds
-    is_last: bool  # stage: it has ln_f and the head
-    tensor_size: int  # ranks that share these layers
+class CpuShare(RankShare):
+    """Weights are cut from whole packed weights: scales and factors are the same on every rank."""
 
     @property
-    def n_layer(self) -> int:
-        return len(self.layers)
-
-    @property
-    def n_head(self) -> int:
-        return len(self.heads)
-
-    @property
-    def inner_size(self) -> int:
-        return len(self.inner)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the logits' columns; 1 for a stage without a head."""
-        return len(self.vocab) if self.is_last else 1
-
-    @property
-    def runs(self) -> dict[str, list[range]]:
-        start = self.heads.start * self.head_size
-        stop = self.heads.stop * self.head_size
-        return {
-            "qkv": [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)],
-            "heads": [range(start, stop)],
-            "inner": [self.inner],
-            "vocab": [self.vocab],
-        }
+    def segments(self) -> range:
+        """Return which of the four segments of K are here."""
+        return even_run(4, self.tensor_rank, self.tensor_size)
 
     def has(self, array: Array) -> bool:
         ends = {"first": self.is_first, "last": self.is_last, "ends": self.is_first or self.is_last}
@@ -315,33 +305,15 @@ class RankShare:
 
 def share_of(
     config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
-) -> RankShare:
+) -> CpuShare:
     """Return a rank's share of a model, by default all. Ranks share the segments of K."""
-    layers = range(config.n_layer) if layers is None else layers
-    heads = head_segments(config, dtype)
-    inner = inner_segments(config, dtype)
-    segments = _even_run(4, tensor_rank, tensor_size)
+    share = CpuShare.even(config, layers, tensor_rank, tensor_size)
     if tensor_size == 1:
-        heads = heads[[0, -1]]
-        inner = inner[[0, -1]]
-        segments = range(1)
-    return RankShare(
-        layers=layers,
-        heads=range(heads[segments.start] // config.head_size, heads[segments.stop] // config.head_size),
-        inner=range(inner[segments.start], inner[segments.stop]),
-        vocab=_even_run(config.vocab_size, tensor_rank, tensor_size),
-        segments=segments,
-        n_embd=config.n_embd,
-        head_size=config.head_size,
-        is_first=layers.start == 0,
-        is_last=layers.stop == config.n_layer,
-        tensor_size=tensor_size,
-    )
-
-
-def _even_run(count: int, rank: int, ranks: int) -> range:
-    bounds = even_bounds(count, ranks)
-    return range(bounds[rank], bounds[rank + 1])
+        return share
+    bounds = [share.segments.start, share.segments.stop]
+    heads = head_segments(config, dtype)[bounds] // config.head_size
+    inner = inner_segments(config, dtype)[bounds]
+    return replace(share, heads=range(*heads.tolist()), inner=range(*inner.tolist()))
 
 
 def _cut_weight(array: Array, weight: Any, runs: list[range]) -> Any:

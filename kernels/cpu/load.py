@@ -20,9 +20,9 @@ from .arrays import (
     FACTORS_BEFORE,
     NO_FACTORS,
     Array,
+    CpuShare,
     Experts,
     Params,
-    RankShare,
     model_arrays,
     new_params,
     share_of,
@@ -44,14 +44,14 @@ BITS = 8  # of a factor: CPUs differ in the last place
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibration=None, share=None) -> Params:
-    """calibration: measured sizes, of tinygpt/evaluation. share: a rank's RankShare, else all."""
+    """calibration: measured sizes, of tinygpt/evaluation. share: a rank's CpuShare, else all."""
     share = share or share_of(checkpoint.config, dtype)
     arrays = load_arrays(checkpoint, dtype, threads, calibration, share)
     return new_params(checkpoint.config, dtype, arrays, share)
 
 
 def load_arrays(
-    checkpoint, dtype: str, threads: int = 1, calibration=None, share: RankShare | None = None
+    checkpoint, dtype: str, threads: int = 1, calibration=None, share: CpuShare | None = None
 ) -> dict[str, Any]:
     """Return arrays and weights' records by their names in `model_arrays`, and "experts"."""
     config = checkpoint.config
@@ -85,7 +85,7 @@ def load_arrays(
 
 
 def _outside_of_layers(
-    checkpoint, dtype: str, table: dict[str, Array], share: RankShare, pack: Callable
+    checkpoint, dtype: str, table: dict[str, Array], share: CpuShare, pack: Callable
 ) -> dict[str, Any]:
     config = checkpoint.config
     arrays = {}
@@ -140,7 +140,7 @@ def pack_layers(
     factors_of: Callable | None = None,
     *,
     packers: Executor,
-    share: RankShare,
+    share: CpuShare,
 ) -> tuple[Any, np.ndarray]:
     """Pack weights (N, K). Return their record, of which a rank keeps its share, and factors (L, K).
 

@@ -1,11 +1,11 @@
 """The buffers of a step, allocated for the largest one, and the threads that share it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import MAX_STEPS, query_tiles
+from ..backend import MAX_STEPS, Batch, query_tiles
 from .dtypes import DTYPES
 from .jit import inline
 from .layers.attention import scratch_size
@@ -71,6 +71,10 @@ class Workspace:
     buffers: Buffers
     team: TeamThreads
     hooked: dict[int, Buffers] = field(default_factory=dict)  # with hooks, by a step's first layer
+
+    @property
+    def has_lost_rank(self) -> bool:
+        return self.buffers.ranks is not None and bool(self.buffers.ranks.status[0])
 
 
 def new_workspace(
@@ -162,11 +166,22 @@ def _new_ranks(part, n: int, allgather: np.ndarray) -> Ranks:
     )
 
 
-def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
-    """Note the owners of tokens (N,). Return this rank's ids. starts: each rank's first token."""
-    owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
+def share_embedding(workspace: Workspace, batch: Batch, starts: np.ndarray, rank: int) -> Batch:
+    """Note the owners of tokens (N,). Return the batch with this rank's ids. starts: each rank's first token."""
+    owners = np.maximum(np.searchsorted(starts, batch.token_ids, side="right") - 1, 0)
     workspace.buffers.ranks.owners[: owners.size] = owners
-    return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)
+    own = np.where(owners == rank, batch.token_ids - starts[rank], -1)
+    return replace(batch, token_ids=own.astype(np.int32))
+
+
+def stream_of(workspace: Workspace, count: int) -> np.ndarray:
+    """Return x (N, C) of the last step's `count` tokens."""
+    return workspace.buffers.x[:count]
+
+
+def logits_of(workspace: Workspace, logits: np.ndarray, first_row: int) -> np.ndarray:
+    """Return logits as `sample` takes them."""
+    return logits
 
 
 def new_operand(dtype: str, n: int, k: int):

@@ -7,9 +7,10 @@ from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positio
 from .layers.adapters import with_adapters
 from .model import final_norm, forward, multi_step, stop_early
 from .params import DTYPES as ROWS
-from .params import load_params
-from .sampling import filter_logits, process_logits, sample
-from .workspace import check_memory, check_model, new_workspace
+from .params import load_params, share_of
+from .ranks import share_embedding
+from .sampling import filter_logits, logits_of, process_logits, sample
+from .workspace import check_memory, check_model, gpu_room, new_workspace, stream_of
 
 DTYPES = tuple(ROWS)
 MAX_STEP_TOKENS = 2048

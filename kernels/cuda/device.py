@@ -30,7 +30,11 @@ def the_device() -> "Device":
     return Device()
 
 
-def check_device() -> None:
+def check_device(number: int = 0) -> None:
+    """number: of this process on its host, whose processes share the GPUs."""
+    if number:
+        need_driver()
+        cuda.select_device(number % len(cuda.gpus))
     the_device()
 
 
@@ -49,25 +53,25 @@ class Device:
 
         self._cuda = cuda
         self._driver = driver
-        self._lock = threading.RLock()  # another thread must not add to a capture
+        gpu = cuda.get_current_device()
+        self._turn = Turn(gpu.id)
         self._stream = cuda.stream()
         self._stream_handle = int(self._stream)
         self._reading = cuda.stream()
         self._reading_handle = int(self._reading)
-        self._threads = threading.local()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel that has run
         self._is_capturing = False
-        gpu = cuda.get_current_device()
         self.name = gpu.name
+        self.uuid = gpu.uuid
         self.capability = tuple(gpu.compute_capability[:2])
         self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
         self.shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
     def free_bytes(self) -> int:
-        context = self._cuda.current_context()
-        with self._lock:
+        with self._turn:
+            context = self._cuda.current_context()
             context.memory_manager.deallocations.clear()  # Numba frees arrays in tens
-        return context.get_memory_info().free
+            return context.get_memory_info().free
 
     def array(self, values: np.ndarray) -> Any:
         """Return a flat copy of at least one element: an empty array has no pointer."""
@@ -80,7 +84,7 @@ class Device:
         from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
 
         size = math.prod(shape)
-        with self._lock:
+        with self._turn:
             try:
                 array = self._cuda.device_array(size, dtype, stream=self._stream)
             except CudaAPIError as error:
@@ -88,7 +92,7 @@ class Device:
                     f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}"
                 ) from error
             device_memset(array, 0, array.nbytes, self._stream)
-        weakref.finalize(array, self._cuda.current_context)  # the thread that frees it may have no context
+        weakref.finalize(array, self._turn.attach)  # the thread that frees it may have no context
         return array
 
     def write(self, target: Any, values: np.ndarray, at: int = 0) -> None:
@@ -96,16 +100,16 @@ class Device:
         values = np.ascontiguousarray(values, target.dtype)
         if values.size:
             places = self._address(target, at, values.size), values.ctypes.data
-            with self._lock:
+            with self._turn:
                 _checked(self._driver.cuMemcpyHtoDAsync(*places, values.nbytes, self._stream_handle))
 
     def read(self, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
-        with self._lock:
+        with self._turn:
             return self._read(self._stream_handle, source, count, at)
 
     def read_at(self, mark: Any, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
         """Read after a mark. Work after the mark must not change what is read."""
-        with self._lock:
+        with self._turn:
             _checked(self._driver.cuStreamWaitEvent(self._reading_handle, mark.handle, 0))
             return self._read(self._reading_handle, source, count, at)
 
@@ -117,8 +121,6 @@ class Device:
         return values
 
     def _address(self, array: Any, at: int, count: int) -> int:
-        if not hasattr(self._threads, "context"):  # asking for it takes longer than a copy
-            self._threads.context = self._cuda.current_context()
         if at + count > array.size:
             raise ValueError(f"an array of {array.size} has no {count} numbers from {at} on.")
         return array.device_ctypes_pointer.value + at * array.dtype.itemsize
@@ -128,7 +130,7 @@ class Device:
     ) -> None:
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
-        with self._lock:
+        with self._turn:
             if shared_bytes > self._granted.get(kernel, -1):
                 if self._is_capturing:
                     raise NewKernel
@@ -144,7 +146,7 @@ class Device:
         stream = driver.CUstream(int(self._stream))
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         # Numba may free memory at any time, which would break a capture.
-        with self._lock, self._cuda.defer_cleanup(), ExitStack() as after:
+        with self._turn, self._cuda.defer_cleanup(), ExitStack() as after:
             _checked(driver.cuStreamBeginCapture(stream, mode))
             self._is_capturing = True
             try:
@@ -156,18 +158,18 @@ class Device:
             if self.capability >= HOPPER:
                 let_kernels_begin_early(graph)
             executable = _checked(driver.cuGraphInstantiate(graph, 0))
-        return CapturedWork(executable, stream, self._lock)
+        return CapturedWork(executable, stream, self._turn)
 
     def synchronize(self) -> None:
-        with self._lock:
+        with self._turn:
             self._stream.synchronize()
 
     def mark(self, event: Any = None) -> Any:
         """Record an event, or a new one, after the work that is queued."""
-        with self._lock:
+        with self._turn:
             if event is None:
                 event = self._cuda.event(timing=True)
-                weakref.finalize(event, self._cuda.current_context)  # as of an array
+                weakref.finalize(event, self._turn.attach)  # as of an array
             _checked(self._driver.cuEventRecord(event.handle, self._stream_handle))
         return event
 
@@ -184,6 +186,26 @@ class Device:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = _checked(driver.cuCtxGetDevice())
         _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device))
+
+
+class Turn:
+    """A GPU's lock, within which a thread has the GPU's context. Another thread must not add to a capture."""
+
+    def __init__(self, gpu: int):
+        self._gpu = gpu
+        self._lock = threading.RLock()
+        self._threads = threading.local()
+
+    def __enter__(self) -> None:
+        self.attach()
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    def attach(self) -> None:
+        if not hasattr(self._threads, "gpu"):  # asking for it takes longer than a copy
+            self._threads.gpu = cuda.select_device(self._gpu)
 
 
 @dataclass
@@ -221,17 +243,17 @@ def let_kernels_begin_early(graph: Any) -> None:
 
 
 class CapturedWork:
-    def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
+    def __init__(self, executable: Any, stream: Any, turn: "Turn"):
         from cuda.bindings import driver
 
         self._launch = driver.cuGraphLaunch
         self._executable = executable
         self._stream = stream
-        self._lock = lock
+        self._turn = turn
         weakref.finalize(self, driver.cuGraphExecDestroy, executable)
 
     def __call__(self) -> None:
-        with self._lock:
+        with self._turn:
             _checked(self._launch(self._executable, self._stream))
 
 

@@ -36,8 +36,8 @@ class Looks:
         w = self.workspace
         config = self.params.config
         numbers = DTYPES[self.params.dtype].numbers
-        heads = config.n_head, config.head_size
         c = self.kv_cache
+        heads = c.num_heads, config.head_size
         buffers = {
             "q": (w.q, numbers, heads, c.padded_head),
             "z": (w.attended, numbers, heads, padded_columns(config.n_embd)),

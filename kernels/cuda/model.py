@@ -45,7 +45,8 @@ from .layers.linear import (
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from .looks import Looks
-from .params import DTYPES, GATE, STEP, NormWeights, Params, Weights, dtype_of, mlp_order, padded_columns
+from .params import DTYPES, GATE, STEP, NormWeights, Params, dtype_of, mlp_order, padded_columns
+from .ranks import READS, gather, place_of
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     NUM_LOGITS,
@@ -89,11 +90,13 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
     step = Step(StepShape.of(batch, workspace.max_shape), kv_cache, workspace)
     begin(params, workspace, batch)
-    if look is None:
-        workspace.graphs.run(step.shape, lambda: queue_step(params, step))
-    else:
+    if look is not None:
         queue_step(params, step, Looks(look, params, batch, kv_cache, workspace), look.first)
-    return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
+    elif workspace.ranks is not None:  # which meet on the host
+        queue_step(params, step)
+    else:
+        workspace.graphs.run(step.shape, lambda: queue_step(params, step))
+    return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.share.vocab_size)
 
 
 def begin(params: Params, workspace: Workspace, batch) -> None:
@@ -105,15 +108,16 @@ def begin(params: Params, workspace: Workspace, batch) -> None:
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
     x = step.workspace.x
-    embed(params, x, step)
+    if params.share.is_first:
+        embed(params, x, step)
     if first:
         look("resid_post", first - 1)
-    for layer in range(first, params.config.n_layer):
+    for layer in range(first, params.share.n_layer):
         look("resid_pre", layer)
         attention_block(params, layer, x, step, look)
         norm_after(params, "ln_1", layer, x, step)
         look("resid_mid", layer)
-        place = mlp_order(params.config).index(layer)
+        place = mlp_order(params.config, params.share).index(layer)
         mlp = expert_block if layer in params.config.expert_layers else mlp_block
         mlp(params, place, x, step, look)
         norm_after(params, "ln_2", place, x, step)
@@ -165,7 +169,7 @@ def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> No
 def mlp_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner = step.workspace.inner
-    layer = mlp_order(params.config)[place]
+    layer = mlp_order(params.config, params.share)[place]
 
     def compute(target, epilogue: str) -> None:
         normed_linear(params, "ln_2", "c_fc", place, target, x, step, epilogue)  # (N, F)
@@ -194,7 +198,8 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
         weights = params.linears[name]
         ahead = steps_ahead(params.dtype, tile_octets, weights.num_steps)
         function = linear_kernel(params.dtype, tile_octets, epilogue, ahead, has_tiles=True)
-        arguments = target, inputs, weights, first, width_of(weights, epilogue), m.tiles, 0
+        target, width = place_of(params, name, target, step, epilogue)
+        arguments = target, inputs, weights, first, width, m.tiles, 0
         w.device.launch(function, (weights.num_panels, num_tiles), LINEAR_THREADS, *arguments)
 
     normalize_rows(params, params.norms, "ln_2", place, m.outputs, x, step, token_rows(step), "float32")
@@ -213,7 +218,7 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
 
 
 def head(params: Params, x, step: Step, greedy: bool) -> None:
-    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row."""
+    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row, unless another rank samples."""
     w = step.workspace
     if step.shape.logits:
         layer_norm(params, "ln_f", ONE_LAYER, x, step, logit_rows(step))
@@ -223,8 +228,9 @@ def head(params: Params, x, step: Step, greedy: bool) -> None:
             inputs = w.narrow
         linear(params, "lm_head", ONE_LAYER, w.logits, inputs, step, LOGITS)
         count = min(step.shape.logits, w.max_shape.logits)
-        chosen = w.sampling.step_token_ids
-        queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
+        if w.sampling is not None and w.ranks is None:
+            chosen = w.sampling.step_token_ids
+            queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
 
 
 def normed_linear(
@@ -242,7 +248,8 @@ def normed_linear(
     weights = params.linears[name]
     normed = Norm(x, w.every, *params.norms[norm], float(params.config.layer_norm_epsilon))
     function = normed_linear_kernel(params.dtype, columns, epilogue)
-    arguments = target, normed, weights, layer, width_of(weights, epilogue), w.inputs.sizes, NUM_TOKENS
+    target, width = place_of(params, name, target, step, epilogue)
+    arguments = target, normed, weights, layer, width, w.inputs.sizes, NUM_TOKENS
     shared_bytes = fused_shared_bytes(weights.num_steps)
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
@@ -288,7 +295,8 @@ def linear(params: Params, name: str, layer: int, target, inputs, step: Step, ep
     w = step.workspace
     weights = params.linears[name]
     products(params, name, layer, w.sums, inputs, step, LOGITS)
-    arguments = target, w.sums, inputs, weights, layer, width_of(weights, epilogue), factors
+    target, width = place_of(params, name, target, step, epilogue)
+    arguments = target, w.sums, inputs, weights, layer, width, factors
     places = params.adapters.on_device, w.inputs.token_slots, w.inputs.sizes
     function = adapt_kernel(params.dtype, epilogue)
     threads = ADAPT_WARPS * WARP
@@ -302,7 +310,8 @@ def products(params: Params, name: str, layer: int, target, inputs, step: Step, 
     dtype = dtype_of(name, params.dtype)
     rows = logit_rows(step) if name in HEAD else token_rows(step)
     count = rows.most
-    arguments = target, inputs, weights, layer, width_of(weights, epilogue), w.inputs.sizes, rows.kind
+    target, width = place_of(params, name, target, step, epilogue)
+    arguments = target, inputs, weights, layer, width, w.inputs.sizes, rows.kind
     if count > FEW_TOKENS and w.device.capability >= AMPERE:
         tile, parts = pick_tile(count, weights.features, weights.num_steps, dtype, w.device)
         function = gemm_kernel(dtype, tile, epilogue, parts)
@@ -318,22 +327,25 @@ def products(params: Params, name: str, layer: int, target, inputs, step: Step, 
 
 
 def add_projection(params: Params, name: str, layer: int, x, y, step: Step, look=no_op) -> None:
-    """x (N, C) += linear(y)."""
+    """x (N, C) += linear(y). Ranks gather y and x, of which each has computed columns."""
 
     def compute(target, epilogue: str) -> None:
         linear(params, name, layer, target, y, step, epilogue)
 
+    gather(step.workspace, READS[name], y)
     if not look(compute):
         compute(x, ADD)
+    gather(step.workspace, name, x)
 
 
 def attend(params: Params, layer: int, attended, step: Step) -> None:
     w = step.workspace
+    attended = attended if w.ranks is None else w.ranks.place("c_attn", attended)
     c = step.kv_cache
     shape = step.shape
     config = params.config
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
-    scale = float(config.attention(layer).scale)
+    scale = float(config.attention(params.share.layers[layer]).scale)
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
     numbers = DTYPES[params.dtype].numbers
     kind = c.padded_head, numbers.name, config.has_alibi, c.is_int8
@@ -363,11 +375,6 @@ def token_rows(step: Step) -> Rows:
 
 def logit_rows(step: Step) -> Rows:
     return Rows(step.workspace.inputs.logit_rows, step.shape.logits, NUM_LOGITS)
-
-
-def width_of(weights: Weights, epilogue: str) -> int:
-    is_float32 = epilogue in (ADD, LOGITS)  # the stream and logits are, and not padded
-    return weights.features if is_float32 else padded_columns(weights.features)
 
 
 def multi_step(

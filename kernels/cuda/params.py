@@ -14,6 +14,7 @@ from numba import float32, uint32
 
 from ..backend import KINDS, LINEARS, NORMS
 from ..numbers import check_range, from_bfloat16, stacked, to_bfloat16
+from ..rank_share import RankShare
 from . import device as devices
 from .jit import AMPERE, BF16, F16, bits_to_float32, device_function
 
@@ -189,24 +190,37 @@ class Params:
     device: Any
     config: Any
     dtype: str
-    wpe: Any  # (n_positions, C) float32; with ALiBi one 0
+    share: RankShare
+    wpe: Any  # (n_positions, C) float32; with ALiBi, and of a stage that embeds nothing, one 0
     slopes: Any  # (H,) float32, of ALiBi; else wpe, for no kernel reads it
-    linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if the head is tied
+    linears: dict[str, Weights]  # of linear_layers, and lm_head, which is wte if one process has both
     norms: dict[str, NormWeights]  # before linear layers: (L, C) of ln_1 and ln_2, (1, C) of ln_f
     norms_after: dict[str, NormWeights]  # of the stream: (L, C) of ln_1 and ln_2, (1, C) of ln_e
     final_norm: NormWeights | None  # ln_f on the host
     adapters: Any = None  # Adapters of layers/adapters.py, or None
 
 
-def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
+def share_of(
+    config: Any, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
+) -> RankShare:
+    """Return a rank's share of a model, by default all."""
+    return RankShare.even(config, layers, tensor_rank, tensor_size)
+
+
+def load_params(
+    checkpoint: Any, dtype: str = "float32", threads: int = 1, share: RankShare | None = None
+) -> Params:
+    """share: a rank's, else all."""
     device = devices.the_device()
     config = checkpoint.config
+    share = share or share_of(config, dtype)
 
-    def weights(name: str, modules: list[str], n: int, k: int) -> Weights:
+    def weights(name: str, modules: list[str], runs: list[range], k: int) -> Weights:
         count = len(modules)
+        n = sum(map(len, runs))
         bias = np.zeros((count, n), np.float32)
         if name in LINEARS:
-            bias = stacked(checkpoint, [f"{module}.bias" for module in modules])
+            bias = _rows_of(stacked(checkpoint, [f"{module}.bias" for module in modules]).T, runs).T
         kind = dtype_of(name, dtype)
         rows = panel_count(n) * OUT_TILE
         panels = device.zeros((count, rows, padded_columns(k)), DTYPES[kind].array_type)
@@ -216,7 +230,7 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
             each = f"{module}.weight"
             weight = checkpoint.tensor(each)
             check_range(each, weight, kind, DTYPES[kind].numbers.largest)
-            packed, scales[i] = pack(weight, kind)
+            packed, scales[i] = pack(_rows_of(weight, runs), kind)
             device.write(panels, packed, i * size)
             checkpoint.release(each)
         return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
@@ -227,52 +241,70 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
     def on_device(norms: dict[str, NormWeights]) -> dict[str, NormWeights]:
         return {name: NormWeights(*map(device.array, kinds)) for name, kinds in norms.items()}
 
-    orders = dict.fromkeys(NORMS, range(config.n_layer)) | {"ln_2": mlp_order(config)}
-    of_layers = {name: norm([f"h.{i}.{name}" for i in order]) for name, order in orders.items()}
-    final = {"ln_f": norm(["ln_f"])} if config.final_norm else {}
-    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm else {}
+    orders = dict.fromkeys(NORMS, range(share.n_layer)) | {"ln_2": mlp_order(config, share)}
+    of_layers = {name: norm([f"h.{share.layers[i]}.{name}" for i in each]) for name, each in orders.items()}
+    final = {"ln_f": norm(["ln_f"])} if config.final_norm and share.is_last else {}
+    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm and share.is_first else {}
     is_pre = config.norm_placement == "pre"
-    linears = {name: weights(name, *sizes) for name, sizes in linear_layers(config, checkpoint.tied).items()}
-    wpe = device.array(np.zeros(1, np.float32) if config.has_alibi else checkpoint.tensor("wpe.weight"))
+    layers = linear_layers(config, checkpoint.tied, share)
+    linears = {name: weights(name, *sizes) for name, sizes in layers.items()}
+    has_positions = share.is_first and not config.has_alibi
+    wpe = device.array(checkpoint.tensor("wpe.weight") if has_positions else np.zeros(1, np.float32))
+    slopes = config.alibi_slopes[share.heads.start : share.heads.stop]
     return Params(
         device=device,
         config=config,
         dtype=dtype,
+        share=share,
         wpe=wpe,
-        slopes=device.array(np.float32(config.alibi_slopes)) if config.has_alibi else wpe,
-        linears={"lm_head": linears["wte"], **linears},
+        slopes=device.array(np.float32(slopes)) if slopes else wpe,
+        linears={"lm_head": linears["wte"], **linears} if share.is_first else linears,
         norms=on_device(of_layers | final if is_pre else final),
         norms_after=on_device(embed if is_pre else of_layers | embed),
         final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
     )
 
 
-def linear_layers(config: Any, tied: bool) -> dict[str, tuple[list[str], int, int]]:
-    """Return the modules, the number of features and K of each linear layer, and of wte and lm_head."""
+def _rows_of(array: np.ndarray, runs: list[range]) -> np.ndarray:
+    """Return some rows, or all without a copy."""
+    if sum(map(len, runs)) == len(array):
+        return array
+    return np.concatenate([array[run.start : run.stop] for run in runs])
+
+
+def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[list[str], list[range], int]]:
+    """Return the modules, the features and K of each linear layer, and of wte and lm_head."""
     C = config.n_embd
     E = config.embedding_size
     F = config.inner_size
-    layers = [f"h.{i}" for i in range(config.n_layer)]
+    runs = share.runs
+    layers = [f"h.{i}" for i in share.layers]
     experts = [f"h.{i}.mlp" for i in config.expert_layers]
-    mlps = [f"h.{i}.mlp" for i in mlp_order(config)[: len(layers) - len(experts)]]
+    mlps = [f"{layers[i]}.mlp" for i in mlp_order(config, share)[: len(layers) - len(experts)]]
     mlps += [f"{mlp}.experts.{e}" for mlp in experts for e in range(config.num_experts)]
     found = {
-        "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], 3 * C, C),
-        "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], C, C),
-        "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], F, C),
-        "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], C, F),
+        "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], runs["qkv"], C),
+        "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], runs["stream"], C),
+        "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], runs["inner"], C),
+        "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], runs["stream"], F),
     }
-    others = {"wte": (config.vocab_size, E)} | ({} if tied else {"lm_head": (config.vocab_size, E)})
+    if share.is_first:
+        found["wte"] = ["wte"], [range(config.vocab_size)], E
+    if share.is_last and not (tied and share.is_first and share.tensor_size == 1):
+        found["lm_head"] = ["lm_head"], runs["vocab"], E
     if config.embed_dim:
-        others |= {"project_in": (C, E), "project_out": (E, C)}
+        found |= {
+            "project_in": (["project_in"], [range(C)], E),
+            "project_out": (["project_out"], [range(E)], C),
+        }
     if experts:
-        found[GATE] = [f"{mlp}.gate" for mlp in experts], config.num_experts, C
-    return found | {name: ([name], *shape) for name, shape in others.items()}
+        found[GATE] = [f"{mlp}.gate" for mlp in experts], [range(config.num_experts)], C
+    return found
 
 
-def mlp_order(config: Any) -> list[int]:
+def mlp_order(config: Any, share: RankShare) -> list[int]:
     """Return layers without experts, then those with experts: the order of ln_2 and of MLPs."""
-    return sorted(range(config.n_layer), key=config.expert_layers.__contains__)
+    return sorted(range(share.n_layer), key=config.expert_layers.__contains__)  # experts have one share
 
 
 def dtype_of(name: str, dtype: str) -> str:
@@ -280,14 +312,16 @@ def dtype_of(name: str, dtype: str) -> str:
     return "float32" if name == GATE else dtype
 
 
-def params_bytes(config: Any, dtype: str, tied: bool) -> int:
+def params_bytes(config: Any, dtype: str, tied: bool, share: RankShare) -> int:
     C = config.n_embd
     linears = sum(
         len(modules) * (_linear_bytes(n, k, dtype_of(name, dtype)) + 4 * n)
-        for name, (modules, n, k) in linear_layers(config, tied).items()
+        for name, (modules, runs, k) in linear_layers(config, tied, share).items()
+        for n in [sum(map(len, runs))]
     )
-    num_norms = 2 * config.n_layer + config.final_norm + config.embed_norm
-    positions = config.n_head + 1 if config.has_alibi else C * config.n_positions
+    num_norms = 2 * share.n_layer + config.final_norm * share.is_last + config.embed_norm * share.is_first
+    positions = C * config.n_positions if share.is_first and not config.has_alibi else 1
+    positions += share.n_head * config.has_alibi
     return linears + 4 * (2 * C * num_norms + positions)
 
 

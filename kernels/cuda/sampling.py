@@ -89,6 +89,13 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     return w.device.read(s.token_ids, len(rows))
 
 
+def logits_of(workspace: Any, logits: np.ndarray, first_row: int) -> DeviceLogits:
+    """Return the host's logits (R, V) in rows of the workspace."""
+    workspace.device.write(workspace.logits, logits, first_row * logits.shape[1])
+    rows = np.arange(first_row, first_row + len(logits))
+    return DeviceLogits(workspace, rows, logits.shape[1], set(rows.tolist()))
+
+
 def process_logits(logits: Any, processors: Any) -> None:
     p = processors
     if isinstance(logits, np.ndarray):

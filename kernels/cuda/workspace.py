@@ -2,12 +2,15 @@
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..backend import MAX_STEPS, DeviceError
+from ..rank_share import RankShare
 from . import device as devices
 from .device import Graphs, need_capability
 from .draw import NUM_SETTINGS
@@ -18,7 +21,8 @@ from .layers.epilogue import ACTIVATIONS
 from .layers.experts import max_tiles
 from .layers.gemm import MAX_SHARED, run_sums_size
 from .layers.linear import TILE_BOUNDS
-from .params import DTYPES, padded_columns, params_bytes
+from .params import DTYPES, padded_columns, params_bytes, share_of
+from .ranks import Ranks
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, steps done without the host, pairs of a token and an expert.
 NUM_TOKENS = 0
@@ -193,7 +197,7 @@ class Workspace:
 
     device: Any
     inputs: Inputs
-    embeds: Any  # (N, E) float32, embeddings of tokens with a negative id
+    embeds: Any  # (N, E) float32, of tokens with a negative id; x, of a stage that is given its input
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)
@@ -206,11 +210,22 @@ class Workspace:
     run_sums: Any  # float32, of tiles that several blocks share
     tile_arrivals: Any  # uint32, their blocks that are done; 0 between kernels
     mixture: Mixture | None
-    logits: Any  # (R, V) float32
+    logits: Any  # (R, V) float32; on a rank but the first, of its own tokens
     every: Any  # (N,) int32: 0, 1, 2, ...
-    sampling: SamplingBuffers
+    sampling: SamplingBuffers | None  # of the first rank alone
     max_shape: MaxShape
     graphs: Graphs
+    ranks: Ranks | None = None
+
+    def read_tokens(self, array: Any) -> np.ndarray:
+        """Return the rows of a step's tokens, on the host."""
+        count = int(self.inputs.mirror.host["sizes"][NUM_TOKENS])
+        width = array.size // self.max_shape.tokens
+        return self.device.read(array, count * width).reshape(count, width)
+
+    @property
+    def has_lost_rank(self) -> bool:
+        return self.ranks is not None and bool(self.ranks.status[0])
 
     @functools.cached_property
     def sums(self) -> Any:
@@ -219,22 +234,31 @@ class Workspace:
 
 
 def new_workspace(
-    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+    config,
+    max_num_tokens: int,
+    max_num_logits: int,
+    threads: int = 1,
+    dtype: str = "float32",
+    share: RankShare | None = None,
+    allgather: Any = None,
 ) -> Workspace:
+    """share: a rank's, else all. allgather: Ranks', if several ranks share the layers."""
+    share = share or share_of(config, dtype)
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = Mirror(device, _input_shapes(max_shape))
-    arrays = _zeros(device, _shapes(config, max_shape, dtype))
+    arrays = _zeros(device, _shapes(config, max_shape, dtype, share))
     workspace = Workspace(
         device=device,
         inputs=Inputs(inputs, **inputs.arrays),
         mixture=Mixture(**_zeros(device, _mixture_shapes(config, max_shape)))
         if config.expert_layers
         else None,
-        sampling=new_sampling_buffers(device, config, max_shape),
+        sampling=new_sampling_buffers(device, config, max_shape) if share.samples else None,
         max_shape=max_shape,
         graphs=Graphs(device),
-        **{"narrow": arrays["normed"], "qkv": arrays["normed"], **arrays},
+        ranks=None if allgather is None else Ranks.of(config, dtype, share, allgather),
+        **{"narrow": arrays["normed"], "qkv": arrays["normed"], "embeds": arrays["x"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
     return workspace
@@ -247,18 +271,22 @@ def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> Sampl
     return SamplingBuffers(settings, **arrays, marks=marks)
 
 
-def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    arrays = _shapes(config, max_shape, dtype), _sampling_shapes(config, max_shape)
+def workspace_bytes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> int:
+    arrays = _shapes(config, max_shape, dtype, share), _input_shapes(max_shape)
     arrays += (_mixture_shapes(config, max_shape),) if config.expert_layers else ()
-    return sum(map(_num_bytes, (*arrays, _input_shapes(max_shape), _setting_shapes(max_shape))))
+    arrays += (_sampling_shapes(config, max_shape), _setting_shapes(max_shape)) if share.samples else ()
+    return sum(map(_num_bytes, arrays))
 
 
-def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, *step) -> dict[str, int]:
-    """Return the bytes of each part of a model. step: tokens and logits."""
+def bytes_needed(
+    config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, tokens, logits, share=None
+) -> dict[str, int]:
+    """Return the bytes of each part of a model. share: a rank's, else all."""
+    share = share or share_of(config, dtype)
     return {
-        "weights": params_bytes(config, dtype, tied),
-        "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
-        "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
+        "weights": params_bytes(config, dtype, tied, share),
+        "KV cache": kv_cache_bytes(share, num_slots, max_model_len, kv_cache_dtype),
+        "buffers": workspace_bytes(config, MaxShape.of(config, tokens, logits), dtype, share),
     }
 
 
@@ -269,18 +297,30 @@ def check_model(config: Any) -> None:
         )
 
 
-def check_memory(*sizes) -> None:
-    """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed."""
+def gpu_room() -> tuple[str, int]:
+    """Return the GPU's identity and its free bytes."""
+    device = devices.the_device()
+    return device.uuid, device.free_bytes()
+
+
+def check_memory(*sizes, shares: Sequence[RankShare | None] = (None,), free: int | None = None) -> None:
+    """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed.
+
+    shares: of the ranks on this GPU, which had `free` bytes before any of them loads.
+    """
     _, _, dtype, *_ = sizes
     device = devices.the_device()
     need_capability(device.capability, DTYPES[dtype].numbers.oldest, dtype)
-    needed = bytes_needed(*sizes)
-    free = device.free_bytes()
+    needed = Counter()
+    for share in shares:
+        needed.update(bytes_needed(*sizes, share))
+    free = device.free_bytes() if free is None else free
     total = sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
+        what = "this takes" if len(shares) == 1 else f"{len(shares)} ranks on this GPU take"
         raise DeviceError(
-            f"this takes {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
+            f"{what} {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
             "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
             "dtype."
         )
@@ -307,6 +347,11 @@ def fill(workspace: Workspace, batch) -> None:
     workspace.device.write(workspace.embeds, batch.embeds)
 
 
+def stream_of(workspace: Workspace, count: int) -> np.ndarray:
+    """Return x (N, C) of the last step's tokens."""
+    return workspace.read_tokens(workspace.x)
+
+
 def _num_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
 
@@ -324,11 +369,11 @@ def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
     return {name: device.zeros(shape, kind) for name, (shape, kind) in shapes.items()}
 
 
-def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
+def _shapes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> Shapes:
     n = max_shape.tokens
     r = max_shape.logits
     pairs = n * max_shape.experts
-    heads = config.n_head
+    heads = share.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     numbers = DTYPES[dtype].numbers
@@ -337,8 +382,9 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     some = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
     if numbers.has_mma:
         some["qkv"] = (n, padded_columns(3 * heads * config.head_size)), kind
+    if share.is_first:
+        some["embeds"] = (n, config.embedding_size), np.float32
     return some | {
-        "embeds": ((n, config.embedding_size), np.float32),
         "x": ((n, config.n_embd), np.float32),
         "normed": ((max(pairs, r), columns), kind),
         "q": ((n, heads, padded), kind),
@@ -348,7 +394,7 @@ def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
         "inner": ((pairs, padded_columns(config.inner_size)), kind),
         "run_sums": ((run_sums_size(device),), np.float32),
         "tile_arrivals": ((MAX_SHARED * device.multiprocessors // 2,), np.uint32),
-        "logits": ((r, config.vocab_size), np.float32),
+        "logits": ((r, config.vocab_size if share.samples else share.vocab_size), np.float32),
         "every": ((max(n, r),), np.int32),
     }
 

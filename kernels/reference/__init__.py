@@ -14,7 +14,7 @@ from .state import (
     write_positions,
 )
 
-DTYPES = ("float32",)
+DTYPES = ADAPTED = ("float32",)
 MAX_STEP_TOKENS = 512
 PACKED = None
 QUEUES_STEPS = False

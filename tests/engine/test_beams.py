@@ -11,7 +11,7 @@ import pytest
 
 from support.engines import log_softmax, opened, sample_of
 from support.golden_models import NARROW, PROMPT, golden_ids, write_model
-from support.oracles import live_model
+from support.oracles import live_model, search
 from support.recorded import recorded
 from support.tables import column
 from tinygpt import LLM, SamplingParams
@@ -53,19 +53,7 @@ PROCESSED = column("""
 
 @recorded
 def search_of_transformers(prompt: list[int], options: dict[str, Any]) -> np.ndarray:
-    """(beams, 1 + max_new_tokens): a score and the new ids, padded with 0."""
-    import torch
-
-    ids = torch.tensor([prompt])
-    kept = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    output = live_model(**FIELDS).generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, **options, **kept
-    )
-    new = output.sequences[:, len(prompt) :].numpy()
-    table = np.zeros((len(new), 1 + options["max_new_tokens"]))
-    table[:, 0] = output.sequences_scores
-    table[:, 1 : 1 + new.shape[1]] = new
-    return table
+    return search(live_model(**FIELDS), prompt, options, pad=0)
 
 
 @pytest.mark.parametrize("fields", PROCESSED, ids=str)

@@ -9,6 +9,7 @@ import pytest
 
 from support.engines import sample_of
 from support.golden_models import golden_ids, live_peft_model, write_lora, write_model
+from support.oracles import generate
 from support.recorded import recorded
 from tinygpt import LLM
 from tinygpt.cli.main import main
@@ -58,15 +59,8 @@ def lora_logits_of_peft(name: str, token_ids: list[int]) -> np.ndarray:
 
 @recorded
 def lora_greedy_of_peft(name: str, prompt: list[int], count: int) -> np.ndarray:
-    import torch
-
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-    return (
-        live(name)
-        .generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
-        .numpy()
-    )
+    output = generate(live(name), prompt, max_new_tokens=count, pad_token_id=0)
+    return output.sequences[0, len(prompt) :].numpy()
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -4,25 +4,19 @@ Ranks are threads here (support/thread_world.py); test_mpi.py has processes. The
 shares no code with what is tried but the kernels.
 """
 
-import atexit
-import hashlib
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-import tinygpt.llm
 from support.family_models import family
 from support.family_models import write_model as write_fields
 from support.golden_models import SOFT_PROMPTS, golden_array, write_lora, write_model, write_soft_prompt
 from support.tables import rows
-from support.thread_world import Threads, running
+from support.thread_world import OPTIONS, digest, on_ranks, sized
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.ranks import lead as lead_module
-from tinygpt.ranks import rank as rank_module
-from tinygpt.ranks.lead import Ranks, RankZeroDriver, follow
+from tinygpt.kernels import cpu
 from tinygpt.ranks.mpi import Layout
 from tinygpt.ranks.rank import RankModel, share_of_rank
 
@@ -122,33 +116,6 @@ def alone(folders):
     return of
 
 
-OPTIONS = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
-
-
-def sized(layout: Layout) -> dict[str, int]:
-    sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
-    return {**OPTIONS, **sizes}
-
-
-@contextmanager
-def on_ranks(monkeypatch, layout, model, delivered=None, **options):
-    """An LLM over ranks that are threads, and what they share. Pipelines cut small steps and batches, too."""
-    monkeypatch.setattr(rank_module, "TOKENS_OF_A_READING", 4)
-    monkeypatch.setattr(lead_module, "LEAST_GROUP", 1)
-    layout = Layout(*layout)
-    threads = Threads(layout.size, delivered)
-    lead = RankZeroDriver(running(threads, follow))
-    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda layout: Ranks(lead, layout))
-    try:
-        with LLM(model, **{**sized(layout), **options}) as llm:
-            yield llm, threads
-    except BaseException:
-        atexit.unregister(lead.end)
-        threads.abort(1)
-        raise
-    lead.end()
-
-
 def everything(llm: LLM) -> dict[str, str]:
     """Hashes of what an LLM computes: prompts read in pieces beside others that decode, sampling, beams, a session."""
     size = llm.config.vocab_size
@@ -185,12 +152,6 @@ def everything(llm: LLM) -> dict[str, str]:
 
 def tokens_of(outputs) -> list[np.ndarray]:
     return [np.array(sample.token_ids) for output in outputs for sample in output.outputs]
-
-
-def digest(*arrays: np.ndarray) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[
-        :16
-    ]
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout"), CASES)
@@ -334,7 +295,7 @@ def floats_sent(config, layout, rows):
     """Between all ranks, in a step of so many tokens: exchanges within stages, hops between them, and the logits."""
     tensor = layout.tensor_size
     width = rows * config.n_embd
-    own = 0 if layout.pipeline_size > 1 else len(share_of_rank(layout, 0, config, "float32").vocab)
+    own = 0 if layout.pipeline_size > 1 else len(share_of_rank(cpu, layout, 0, config, "float32").vocab)
     exchanges = (2 * config.n_layer + 1) * tensor * (tensor - 1)
     return (exchanges + (layout.pipeline_size - 1) * tensor) * width + rows * (config.vocab_size - own)
 

@@ -10,6 +10,7 @@ from support.golden_models import write_model
 from support.tables import rows
 from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
+from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.arrays import COLUMNS, INPUTS, Norm, model_arrays, params_of, to_file
 from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
@@ -27,7 +28,7 @@ XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
 def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeline_size):
     config = ModelConfig(n_embd=heads * 4, n_head=heads, n_layer=5, vocab_size=vocab_size)
     layout = Layout(tensor_size, pipeline_size)
-    parts = [share_of_rank(layout, rank, config, "float32") for rank in range(layout.size)]
+    parts = [share_of_rank(cpu, layout, rank, config, "float32") for rank in range(layout.size)]
     for stage in range(pipeline_size):
         own = parts[stage * tensor_size : (stage + 1) * tensor_size]
         assert [head for part in own for head in part.heads] == list(range(heads))
@@ -39,11 +40,11 @@ def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeli
 
 @pytest.mark.parametrize(("size", "heads"), [(2, [13, 12]), (3, [13, 6, 6]), (4, [7, 6, 6, 6])])
 def test_the_25_heads_of_xl(size, heads):
-    assert [len(share_of_rank(Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
+    assert [len(share_of_rank(cpu, Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
 
 
 def test_50257_tokens_are_shared_without_padding():
-    assert [len(share_of_rank(Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
+    assert [len(share_of_rank(cpu, Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     whole = source.load_params(1)
     layout = Layout(4, 2)
     for rank in range(layout.size):
-        part = share_of_rank(layout, rank, source.config, dtype)
+        part = share_of_rank(cpu, layout, rank, source.config, dtype)
         params = source.load_params(1, share=part)
         for name, array in model_arrays(source.config, dtype, tied).items():
             if not array.layers or array.dtype is None:
@@ -98,7 +99,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     layout = Layout(2 if source.config.n_head > 3 else 1, 2)
     has_alibi = source.config.has_alibi
     for rank in range(layout.size):
-        part = share_of_rank(layout, rank, source.config, "float32")
+        part = share_of_rank(cpu, layout, rank, source.config, "float32")
         params = source.load_params(1, share=part)
         slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
         assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
@@ -122,10 +123,13 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
 
 # The last ones have another arithmetic than GPT-2's, unless ranks have it; a field may learn a value.
 REFUSED = rows("""
-2 | 1  | {} | float32 | cuda | device is 'cuda', tensor_parallel_size is 2
+2 | 1  | {} | float32 | reference | device is 'reference', tensor_parallel_size is 2
 1 | 13 | {} | float32 | cpu | pipeline_parallel_size is 13 and this model has 12 layers
 2 | 1  | {"n_embd": 96, "n_head": 3} | float32 | cpu | 3 heads of 32 and 384 hidden units
 2 | 1  | {"n_embd": 96, "n_head": 4} | int8 | cpu | cannot be shared in int8 with the same results
+4 | 1  | {"n_embd": 96, "n_head": 3} | int8 | cuda | tensor_parallel_size is 4 and this model has 3 heads: each rank
+4 | 1  | {"n_inner": 2} | int8 | cuda | tensor_parallel_size is 4 and this model has 2 hidden units: each rank
+4 | 1  | {"vocab_size": 3} | int8 | cpu | tensor_parallel_size is 4 and this model has 3 tokens: each rank
 2 | 1  | {"embed_dim": 512, "num_experts": 4} | float32 | cpu
   | embed_dim is 512, num_experts is 4, which several ranks cannot run
 2 | 1  | {"positions": "rotary"} | float32 | cpu | this model's positions is 'rotary', which several ranks cannot run

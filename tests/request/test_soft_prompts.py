@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.engines import batches_of, log_softmax, sample_of, sizes
 from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
-from support.oracles import live_model
+from support.oracles import generate, live_model
 from support.recorded import recorded
 from support.sampling import any_params
 from tinygpt import LLM, SamplingParams
@@ -61,13 +61,8 @@ def peft_model(name: str):
 
 @recorded
 def soft_tokens_of_peft(name: str, prompt: list[int], fields: dict) -> np.ndarray:
-    import torch
-
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, **fields}
-    with torch.no_grad():
-        output = peft_model(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    return output[0, len(prompt) :].numpy().astype(np.int8)
+    output = generate(peft_model(name), prompt, **{"max_new_tokens": 12, "pad_token_id": 0, **fields})
+    return output.sequences[0, len(prompt) :].numpy().astype(np.int8)
 
 
 @recorded

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.golden_models import golden_ids, write_model
-from support.oracles import HAS_GROUPS, live_model
+from support.oracles import HAS_GROUPS, generate, live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.beam_search import Beam, BeamSearch, Candidates, plan_slots
@@ -88,25 +88,17 @@ def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool 
 
 def search_of_transformers(seed: int, prompt: list[int], rules: dict[str, Any]) -> np.ndarray:
     """(num_beams, 1 + max_tokens): a score and the new ids, and -1 behind them."""
-    import torch
-
     names = {"max_tokens": "max_new_tokens", "eos_token_ids": "eos_token_id"}
     options = {names.get(name, name): value for name, value in rules.items()}
     eos = options["eos_token_id"]
-    ids = torch.tensor([prompt])
     if rules["num_beam_groups"] == 1:  # newer ones refuse the very names
         del options["num_beam_groups"], options["diversity_penalty"]
     options |= {
         "eos_token_id": eos or None,
         "pad_token_id": ([*eos, 0] if "num_beam_groups" in options else [0])[0],
     }
-    options |= {
-        "num_return_sequences": rules["num_beams"],
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    model = live_model(str(seed), **SIZES)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    options["num_return_sequences"] = rules["num_beams"]
+    output = generate(live_model(str(seed), **SIZES), prompt, **options)
     table = np.full((rules["num_beams"], 1 + rules["max_tokens"]), -1.0)
     for row, score, token_ids in zip(table, output.sequences_scores, output.sequences.tolist(), strict=True):
         new = until_eos(token_ids[len(prompt) :], eos)

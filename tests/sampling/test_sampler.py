@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.engines import log_softmax, sample_of
 from support.examples import examples
 from support.golden_models import write_model
-from support.oracles import live_model
+from support.oracles import generate, live_model
 from support.recorded import recorded
 from support.sampling import BACKENDS, V, any_sequence, halve, sequence_of
 from support.tables import column, fields
@@ -267,18 +267,9 @@ def theirs_of(names):
 
 @recorded
 def controlled_greedy_of(prompt: list[int], names: list[str]) -> np.ndarray:
-    import torch
-
-    ids = torch.tensor([prompt])
-    fields = {
-        "eos_token_id": 7,
-        "do_sample": False,
-        "max_new_tokens": 24,
-        "pad_token_id": 0,
-        **theirs_of(names),
-    }
-    output = live_model(**SIZES).generate(ids, attention_mask=torch.ones_like(ids), **fields)
-    return output[0, len(prompt) :].numpy().astype(np.int8)
+    fields = {"eos_token_id": 7, "max_new_tokens": 24, "pad_token_id": 0, **theirs_of(names)}
+    output = generate(live_model(**SIZES), prompt, **fields)
+    return output.sequences[0, len(prompt) :].numpy().astype(np.int8)
 
 
 def test_greedy_tokens_are_transformers(llm):

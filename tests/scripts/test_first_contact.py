@@ -48,15 +48,6 @@ def test_items_that_others_rely_on_come_first():
 
 
 @pytest.mark.toolchain
-@pytest.mark.slow
-def test_a_small_model_passes(device, tmp_path):
-    model = str(write_one_layer(tmp_path, 40))
-    found = first_contact.decode(model, "bfloat16", prompt=3, steps=2, repeats=1)
-    assert found["context"] == 3
-    json.dumps(found)
-
-
-@pytest.mark.toolchain
 @pytest.mark.parametrize("factor", [pytest.param(1.1, marks=pytest.mark.slow), np.nan])
 def test_other_logits_are_no_result(device, monkeypatch, factor, tmp_path):
     logits = LLM.logits

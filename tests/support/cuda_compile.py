@@ -1,25 +1,42 @@
 """Compiles CUDA kernels for an H200 on a machine without a GPU, and says what each thread needs."""
 
 import functools
+import pickle
 import re
+import sys
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from tinygpt.kernels.kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
 
 ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a GPU of compute capability 9.0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers: of a thread. spilled: bytes of registers that went to memory. ptx: before linking."""
+    """A kernel for arguments of some types. spilled: bytes of a thread's registers that went to memory."""
 
-    registers: int
-    spilled: int
-    stack: int
-    shared_bytes: int
-    ptx: str
+    about: tuple  # kernel, signature, architecture
+
+    registers = property(lambda self: int(self._used(r"Used (\d+) registers")[1]))
+    spilled = property(lambda self: int(self._used(r"(\d+) bytes spill stores")[1]))
+    stack = property(lambda self: int(self._used(r"(\d+) bytes stack frame")[1]))
+    shared_bytes = property(lambda self: int((self._used(r"(\d+) bytes smem") or [0, 0])[1]))
+
+    @property
+    def ptx(self) -> str:
+        """Before linking."""
+        return _ptx(*self.about)
+
+    def _used(self, pattern: str) -> re.Match | None:
+        return re.search(pattern, _log(*self.about))
 
 
 def need_toolchain() -> None:
@@ -30,7 +47,7 @@ def need_toolchain() -> None:
 
 def compile_kernel(kernel, *arguments, architecture: tuple = ARCHITECTURE) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    return _compiled(kernel, signature_of(arguments), architecture)
+    return Compiled((kernel, signature_of(arguments), architecture))
 
 
 def llvm_of(kernel, *arguments) -> str:
@@ -38,22 +55,37 @@ def llvm_of(kernel, *arguments) -> str:
     return _library(kernel, signature_of(arguments), ARCHITECTURE).get_llvm_str()
 
 
-@functools.cache
-def _compiled(kernel, signature: tuple, architecture: tuple) -> Compiled:
-    """Several tests look at some kernels, which take seconds."""
-    library = _library(kernel, signature, architecture)
-    (ptx,) = library.get_asm_strs(cc=architecture)
-    log, _ = _link(library, architecture)
-    return Compiled(
-        registers=int(re.search(r"Used (\d+) registers", log)[1]),
-        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
-        shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
-        ptx=ptx,
-    )
+def kept(make: Callable) -> Callable:
+    """Keep a text made of a library, which takes seconds: in memory, and on disk for other workers and later runs."""
+
+    @functools.cache
+    def text_of(kernel, signature: tuple, architecture: tuple) -> str:
+        function = kernel.py_func
+        if not function.__module__.startswith("tinygpt.kernels.cuda"):  # texts() does not know its source
+            return make(_library(kernel, signature, architecture), architecture)
+        from tinygpt.kernels.cuda.jit import describe
+
+        known = f"{make.__name__} {describe(function)} {kernel.targetoptions} {signature} {architecture}"
+        name = FunctionCache(function).file_name(known)
+        text = texts().load(name, lambda body: zlib.decompress(body).decode())
+        if text is None:
+            text = make(_library(kernel, signature, architecture), architecture)
+            texts().save(name, lambda: pickle.dumps(zlib.compress(text.encode())))
+        return text
+
+    return text_of
 
 
 @functools.cache
+def texts() -> KernelCache:
+    from tinygpt.kernels.cuda.jit import SOURCES
+
+    installed = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
+    build = installed, sys.version, Path(__file__).read_bytes()
+    return open_cache(f"ptx-{fingerprint(SOURCES.parent, build)}")
+
+
+@functools.lru_cache(maxsize=1)  # hundreds take gigabytes
 def _library(kernel, signature: tuple, architecture: tuple):
     """As `cuda.compile` has it, which lowers a kernel once for its PTX and once for what is linked."""
     from numba.cuda import compiler, dispatcher
@@ -66,10 +98,21 @@ def _library(kernel, signature: tuple, architecture: tuple):
     return library
 
 
-def linked_ptx(kernel, signature: tuple, architecture: tuple) -> str:
-    """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
-    _, ptx = _link(_library(kernel, signature, architecture), architecture, "-ptx")
+@kept
+def _ptx(library, architecture: tuple) -> str:
+    (ptx,) = library.get_asm_strs(cc=architecture)
     return ptx
+
+
+@kept
+def _log(library, architecture: tuple) -> str:
+    return _link(library, architecture)[0]
+
+
+@kept
+def linked_ptx(library, architecture: tuple) -> str:
+    """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
+    return _link(library, architecture, "-ptx")[1]
 
 
 def _link(library, architecture: tuple, *options: str) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class SimulatedDevice:
     multiprocessors, name = 2, "a simulated GPU"
 
     def __init__(self, free: int = 1 << 30):
-        self._free = free
+        self._free, self.uuid = free, id(self)
         self.capability = cuda_compile.ARCHITECTURE[:2]
         self.shared_bytes = (227 if self.capability == HOPPER else 99) << 10
         self._captured: list[partial] | None = None  # while a capture is under way

@@ -24,14 +24,14 @@ static run_t run_kernel;
 static params_t params_of;
 EXPORTED void fake_set(run_t run, params_t params) { run_kernel = run, params_of = params; }
 
-typedef struct Block { char *start; size_t size; struct Block *next; } Block;
+typedef struct Block { char *start; size_t size; int gpu; struct Block *next; } Block;
 typedef struct Kernel { int program; unsigned granted; } Kernel; /* the library has one kernel */
 typedef struct Node { Kernel *kernel; unsigned sizes[6], shared; void **params; int is_early; struct Node *next; } Node;
 typedef struct Graph { Node *first, *last; size_t count; } Graph;
-struct CUstream_st { Graph *capture; int is_broken; };
+struct CUstream_st { Graph *capture; int is_broken, gpu; };
 struct CUevent_st { double ms; };
 struct CUctx_st { int unused; };
-static struct CUctx_st the_context;
+static struct CUctx_st contexts_of[8]; /* of GPUs */
 static __thread CUcontext contexts[16];
 static __thread int depth;
 static Block *blocks;
@@ -39,6 +39,7 @@ static size_t used;
 static const size_t total = 8ul << 30;
 
 static int number(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
+static int gpu(void) { return contexts[depth - 1] - contexts_of; } /* of the thread's context */
 static int capability(void) { return number("FAKE_CUDA_CC", 90); }
 static int captures(CUstream s) { return (unsigned long)s > 2 && s->capture; } /* up to 2: streams of every program */
 static int most_shared(void) { /* KiB of a block: CUDA C++ Programming Guide, "Technical Specifications" */
@@ -57,10 +58,14 @@ CUresult cuGetErrorName(CUresult error, const char **text) {
     static __thread char name[32];
     return snprintf(name, sizeof name, "CUDA_ERROR_%d", error), *text = name, OK;
 }
-CUresult cuDeviceGet(CUdevice *device, int n) { return *device = n, n ? CUDA_ERROR_INVALID_DEVICE : OK; }
-CUresult cuDeviceGetCount(int *count) { return *count = 1, OK; }
-CUresult cuDeviceGetName(char *name, int size, CUdevice device) { return snprintf(name, size, "a fake GPU"), OK; }
-CUresult cuDeviceGetUuid(CUuuid *id, CUdevice device) { return memset(id, 7, sizeof *id), OK; }
+CUresult cuDeviceGetCount(int *count) { return *count = number("FAKE_CUDA_GPUS", 1), OK; }
+CUresult cuDeviceGet(CUdevice *device, int n) {
+    return *device = n, n < number("FAKE_CUDA_GPUS", 1) ? OK : CUDA_ERROR_INVALID_DEVICE;
+}
+CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
+    return snprintf(name, size, "fake GPU %d", device), OK;
+}
+CUresult cuDeviceGetUuid(CUuuid *id, CUdevice device) { return memset(id, 7 + device, sizeof *id), OK; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return *value = capability() / 10, OK;
@@ -73,13 +78,15 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     }
 }
 
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = &the_context, OK; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    return *context = &contexts_of[device], OK;
+}
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return OK; }
 CUresult cuCtxGetCurrent(CUcontext *context) { return *context = depth ? contexts[depth - 1] : NULL, OK; }
 CUresult cuCtxSetCurrent(CUcontext context) { return depth += !depth, contexts[depth - 1] = context, OK; }
 CUresult cuCtxPushCurrent(CUcontext context) { return contexts[depth++] = context, OK; }
 CUresult cuCtxPopCurrent(CUcontext *context) { NEED_CONTEXT(); return *context = contexts[--depth], OK; }
-CUresult cuCtxGetDevice(CUdevice *device) { NEED_CONTEXT(); return *device = 0, OK; }
+CUresult cuCtxGetDevice(CUdevice *device) { NEED_CONTEXT(); return *device = gpu(), OK; }
 
 /* Memory begins as NaN. */
 static Block *block_at(CUdeviceptr at) {
@@ -106,7 +113,7 @@ CUresult cuMemAlloc(CUdeviceptr *at, size_t size) {
     size_t whole = (size + 511) / 256 * 256;
     if (posix_memalign((void **)&b->start, 512, whole)) return CUDA_ERROR_OUT_OF_MEMORY;
     memset(b->start, 0xFF, whole);
-    b->size = size, b->next = blocks, blocks = b, used += size;
+    b->size = size, b->gpu = gpu(), b->next = blocks, blocks = b, used += size;
     return *at = (CUdeviceptr)b->start, OK;
 }
 CUresult cuMemFree(CUdeviceptr at) {
@@ -123,6 +130,7 @@ static CUresult copy(void *to, const void *from, size_t size, CUdeviceptr ours, 
     NEED_CONTEXT();
     NEED_NO_CAPTURE(s);
     if (!holds(ours, size)) REFUSE(INVALID_VALUE, "a copy of %zu bytes that are not there", size);
+    if (size && block_at(ours)->gpu != gpu()) REFUSE(INVALID_VALUE, "a copy of another GPU's memory");
     return memcpy(to, from, size), OK;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t size, CUstream s) {
@@ -138,7 +146,10 @@ CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t size, CUstr
     return memset((void *)at, value, size), OK;
 }
 
-CUresult cuStreamCreate(CUstream *s, unsigned flags) { NEED_CONTEXT(); return *s = calloc(1, sizeof **s), OK; }
+CUresult cuStreamCreate(CUstream *s, unsigned flags) {
+    NEED_CONTEXT();
+    return *s = calloc(1, sizeof **s), (*s)->gpu = gpu(), OK;
+}
 CUresult cuStreamDestroy(CUstream s) { return free(s), OK; }
 CUresult cuStreamSynchronize(CUstream s) { NEED_NO_CAPTURE(s); return OK; }
 CUresult cuStreamWaitEvent(CUstream s, CUevent event, unsigned flags) { NEED_NO_CAPTURE(s); return OK; }
@@ -178,6 +189,7 @@ static CUresult queue(Kernel *k, CUstream s, Node node, void **params) {
     unsigned *sizes = node.sizes, bytes[MAX_PARAMS], most = 65535;
     int count = params_of(k->program, bytes);
     NEED_CONTEXT();
+    if ((unsigned long)s > 2 && s->gpu != gpu()) REFUSE(INVALID_VALUE, "a launch on another GPU's stream");
     if (!(sizes[0] && sizes[1] && sizes[2]) || sizes[1] > most || sizes[2] > most || sizes[3] > 1024)
         REFUSE(INVALID_VALUE, "a grid or block of another size than a GPU runs");
     if (node.shared > 48 << 10 && node.shared > k->granted)

@@ -75,7 +75,7 @@ def logits(model: Any, token_ids: list[int]) -> np.ndarray:
 def generate(model: Any, prompt: list[int], **options: Any) -> Any:
     ids = torch.tensor([prompt])  # (1, T)
     options |= {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> np.ndarray:
@@ -112,24 +112,23 @@ def top_logprobs_of(name: str, token_ids: list[int], count: int) -> np.ndarray:
     return torch.stack([best.indices.double(), best.values], 1).numpy()
 
 
-def search(name: str, prompt: list[int], options: dict) -> np.ndarray:
-    """Return (num_beams, 1 + max_new_tokens): a score and the new ids, padded with the first EOS."""
-    (eos, *_), count = options["eos_token_id"], options["max_new_tokens"]
-    options = {**options, "num_return_sequences": options["num_beams"], "pad_token_id": eos}
-    output = generate(model_of(name), prompt, **options)
+def search(model: Any, prompt: list[int], options: dict, pad: int) -> np.ndarray:
+    """Return (num_beams, 1 + max_new_tokens): a score and the new ids, padded."""
+    options = {**options, "num_return_sequences": options["num_beams"], "pad_token_id": pad}
+    output = generate(model, prompt, **options)
     new = output.sequences[:, len(prompt) :].double()
-    padding = torch.full((len(new), count - new.shape[1]), float(eos))
+    padding = torch.full((len(new), options["max_new_tokens"] - new.shape[1]), float(pad))
     return torch.cat([output.sequences_scores.double()[:, None], new, padding], 1).numpy()
 
 
 @recorded
 def beams_of(name: str, prompt: list[int], options: dict) -> np.ndarray:
-    return search(name, prompt, options)
+    return search(model_of(name), prompt, options, options["eos_token_id"][0])
 
 
 @recorded(is_live=HAS_GROUPS)
 def beam_groups_of(name: str, prompt: list[int], options: dict) -> np.ndarray:
-    return search(name, prompt, options)
+    return search(model_of(name), prompt, options, options["eos_token_id"][0])
 
 
 @recorded

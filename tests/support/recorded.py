@@ -87,6 +87,8 @@ def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bo
     def ask(*arguments, **named):
         key = key_of(*arguments, **named)
         stored = recordings.stored.get(key)
+        if recordings.heard.get(key) is not None:  # by the test of another backend
+            return recordings.heard[key].copy()
         if HAS_TRANSFORMERS and is_live:
             answer = function(*arguments, **named)
             if not varies and not os.environ.get(IS_RECORDING):

@@ -4,15 +4,24 @@ What a kernel calls in place of MPI_Allgather is Python here. `delivered` says i
 handed over by a rank's i-th call, so that a test may have them mixed up.
 """
 
+import atexit
 import ctypes
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Queue
 from typing import Any, NoReturn
 
 import numpy as np
+
+import tinygpt.llm
+from tinygpt import LLM
+from tinygpt.ranks import lead as lead_module
+from tinygpt.ranks import rank as rank_module
+from tinygpt.ranks.lead import Ranks, RankZeroDriver, follow
+from tinygpt.ranks.mpi import Layout
 
 _HALF = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 ALLGATHER = ctypes.CFUNCTYPE(ctypes.c_int, *_HALF, *_HALF, ctypes.c_int64)
@@ -164,3 +173,36 @@ def running(threads: Threads, follow: Callable[[ThreadWorld], None]) -> ThreadWo
     for follower in threads.followers:
         follower.start()
     return ThreadWorld(threads, 0)
+
+
+OPTIONS = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+
+
+def sized(layout: Layout) -> dict[str, int]:
+    sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
+    return {**OPTIONS, **sizes}
+
+
+@contextmanager
+def on_ranks(monkeypatch, layout, model, delivered=None, **options):
+    """An LLM over ranks that are threads, and what they share. Pipelines cut small steps and batches, too."""
+    monkeypatch.setattr(rank_module, "TOKENS_OF_A_READING", 4)
+    monkeypatch.setattr(lead_module, "LEAST_GROUP", 1)
+    layout = Layout(*layout)
+    threads = Threads(layout.size, delivered)
+    lead = RankZeroDriver(running(threads, follow))
+    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda layout: Ranks(lead, layout))
+    try:
+        with LLM(model, **{**sized(layout), **options}) as llm:
+            yield llm, threads
+    except BaseException:
+        atexit.unregister(lead.end)
+        threads.abort(1)
+        raise
+    lead.end()
+
+
+def digest(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[
+        :16
+    ]

@@ -119,10 +119,8 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise RequestError(
                 f"--threads has {len(args.threads)} numbers and a preset runs with one: give one."
             )
-    if has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
-        raise RequestError(
-            "--tensor-parallel-size and --pipeline-parallel-size are for cases on the CPU alone."
-        )
+    if has_ranks(args) and (args.compare or args.preset):
+        raise RequestError("--tensor-parallel-size and --pipeline-parallel-size are for cases alone.")
     if args.random is not None and args.checkpoint is not None:
         raise RequestError(
             f"--random {args.random} and MODEL {args.checkpoint} are two models: give one of them."

@@ -18,7 +18,7 @@ import tinygpt
 
 from ..aliases import HINTS, NOTES, as_meant, hint, revalued, translated
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install
-from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank, process_world, world_of
+from ..ranks.mpi import Layout, find_mpiexec, launched_rank, local_rank, process_world, world_of
 from ..weights.errors import printable
 from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             if args.log_level == "debug":
                 raise
-            with _silence(has_ranks(args) and not is_first_of_host()):  # one rank of each host reports it
+            with _silence(has_ranks(args) and local_rank() > 0):  # one rank of each host reports it
                 return _report(error, args)
         finally:
             _flush_streams()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ import numpy as np
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
+from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
-from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
+from ..weights.checkpoint import Checkpoint, PackedCheckpoint, UnpackedCheckpoint, is_random
 from ..weights.config import HEAD, POSITIONS, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
@@ -30,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 LARGE = 2**28  # bytes of float32 matrices, which take a second or more to read
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
-# Dtypes that compute with adapters which are not merged, unless a backend has an ADAPTED of its own.
-ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,16 @@ class ModelSource:
     @classmethod
     def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
         """Open the checkpoint once."""
-        backends = [load_backend(args.device, dtype) for dtype in dtypes]
+        number = local_rank() if args.layout.size > 1 else 0
+        backends = [load_backend(args.device, dtype, number) for dtype in dtypes]
         checkpoint = open_checkpoint(args.checkpoint)
         if args.lora is not None:
             from ..weights.adapters.lora import merge_lora
 
             checkpoint = merge_lora(checkpoint, args.lora)
         adapters = _read_adapters(checkpoint, args.lora_modules or {})
+        if isinstance(checkpoint, PackedCheckpoint) and backends[0].PACKED is None:
+            checkpoint = _unpacked(checkpoint)
         sources = []
         for backend, dtype in zip(backends, dtypes, strict=True):
             dtype = _resolve_dtype(dtype, backend, checkpoint)
@@ -70,10 +73,9 @@ class ModelSource:
                 )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
-            adapted = getattr(backend, "ADAPTED", ADAPTED)
-            if adapters and dtype not in adapted:
+            if adapters and dtype not in backend.ADAPTED:
                 raise RequestError(
-                    f"needs {' or '.join(adapted)} weights on device {name_of(backend)!r}, not {dtype}: or "
+                    f"needs {' or '.join(backend.ADAPTED)} weights on device {name_of(backend)!r}, not {dtype}: or "
                     "merge one.",
                     "lora_modules",
                 )
@@ -95,18 +97,14 @@ class ModelSource:
         Raises CheckpointError for a damaged checkpoint, RequestError for weights that the dtype cannot hold.
         """
         if isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, **share)
+            packed = self.backend.PACKED
+            arrays = _packed_arrays(self.checkpoint, packed)
+            return packed.params_of(arrays, self.config, self.dtype, **share)
         try:
             with reading(self.checkpoint, "loading") as checkpoint:
                 return self.backend.load_params(checkpoint, self.dtype, threads, **share)
         except WeightError as error:
             raise RequestError(str(error), "dtype") from None
-
-    def _packed_arrays(self) -> dict[str, np.ndarray]:
-        packed = self.backend.PACKED
-        return self.checkpoint.arrays(
-            packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING
-        )
 
 
 def _read_adapters(
@@ -166,8 +164,11 @@ def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
 
 
-def load_backend(device: str, dtype: str) -> ModuleType:
-    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available."""
+def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
+    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available.
+
+    number: of this process on its host.
+    """
     if device not in DEVICES:
         raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
@@ -180,7 +181,7 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if dtype != "auto":
         _check_dtype(dtype, backend)
     try:
-        backend.check_device()
+        backend.check_device(number)
     except DeviceError as error:
         raise RequestError(
             f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
@@ -207,14 +208,20 @@ def name_of(backend: ModuleType) -> str:
     return backend.__name__.rpartition(".")[2]
 
 
+def _unpacked(checkpoint: PackedCheckpoint) -> UnpackedCheckpoint:
+    packed = load_backend("cpu", "auto").PACKED
+    arrays = _packed_arrays(checkpoint, packed)
+    return checkpoint.unpacked(partial(packed.parameter_of, arrays, checkpoint.config, checkpoint.dtype))
+
+
+def _packed_arrays(checkpoint: PackedCheckpoint, packed: Any) -> dict[str, np.ndarray]:
+    layout = packed.layout_of(checkpoint.config, checkpoint.dtype, checkpoint.tied)
+    return checkpoint.arrays(layout, packed.PACKING)
+
+
 def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
     if not isinstance(checkpoint, PackedCheckpoint):
         return _auto_dtype(checkpoint.auto_dtype, backend) if dtype == "auto" else dtype
-    if backend.PACKED is None:
-        raise RequestError(
-            f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "
-            "checkpoint that it was made from, or use device 'cpu'."
-        )
     if dtype not in ("auto", checkpoint.dtype):
         raise RequestError(
             f"is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or give the "
@@ -256,7 +263,7 @@ class ModelRunner:
         self.kv_cache_dtype = source.kv_cache_dtype
         self._file = source.file
         self.backend = source.backend
-        _check_memory(source, engine_config)
+        check_memory(source, engine_config)
         started = time.perf_counter()
         self._params = source.load_params(threads)
         if source.adapters:
@@ -319,13 +326,16 @@ class ModelRunner:
             self._file.check_whole()
 
 
-def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:
+def check_memory(source: ModelSource, sizes: EngineConfig, **of_ranks: Any) -> None:
+    """Raise RequestError before a load. of_ranks: shares, and the free bytes of their GPU."""
     config = source.config
     tied = source.checkpoint.tied
     slots = (sizes.num_slots, sizes.max_model_len)
     steps = (sizes.max_num_batched_tokens, sizes.max_num_logits)
     try:
-        source.backend.check_memory(config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps)
+        source.backend.check_memory(
+            config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps, **of_ranks
+        )
     except DeviceError as error:
         raise RequestError(str(error)) from None
 

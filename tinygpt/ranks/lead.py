@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelRunner, ModelSource
+from ..engine.model_runner import ModelRunner, ModelSource, load_backend
 from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..kernels.backend import NO_EMBEDS, Batch, Hooks
 from ..llm_args import EngineConfig, LLMArgs
-from .mpi import Layout, World, end_all, rank_threads
+from .mpi import Layout, World, end_all, local_rank, rank_threads
 from .rank import RankModel, check_cut, tokens_of
 
 HEAD = 8  # integers of a plan before a batch, or without a model
@@ -150,18 +150,26 @@ def load_together(
     layout = opening.args.layout
     allgather = world.allgather(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
     model = about = weights = error = None
+    rooms = world.broadcast_object(world.gather_objects(_gpu_room(opening.args.device)))
     try:
         source = source or ModelSource.open(opening.args)
         checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
         threads = rank_threads(opening.args.threads, world)
-        model = RankModel(world, layout, allgather, source, opening.sizes, threads)
+        model = RankModel(world, layout, allgather, source, opening.sizes, threads, rooms)
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait
         is_ours = isinstance(caught, TinyGPTError)
         error = caught if is_ours else TinyGPTError(f"{type(caught).__name__}: {caught}")
     found = world.gather_objects((error, about, weights, world.host))
     return world.broadcast_object(None if found is None else _first_failure(found)) or model
+
+
+def _gpu_room(device: str) -> tuple[str, int] | None:
+    """Return this rank's, None on a CPU, or if it has none: opening a model then says why."""
+    with suppress(Exception):
+        return load_backend(device, "auto", local_rank()).gpu_room()
+    return None
 
 
 def _first_failure(found: list[tuple]) -> TinyGPTError | None:

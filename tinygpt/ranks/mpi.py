@@ -27,7 +27,7 @@ LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 SLURM_RANK = "SLURM_PROCID"
 SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
 
-TENSOR_SIZE = integer(1, 4)  # kernels sum four segments of K
+TENSOR_SIZE = integer(1, 4)  # a CPU's kernels sum four segments of K
 PIPELINE_SIZE = integer(1, 1024)
 SPIN_SECONDS = 0.005  # of polling without a nap
 FIRST_NAP = 20e-6
@@ -52,9 +52,9 @@ def launched_rank() -> int | None:
     return next((_number(name) for name in names if name in os.environ), None)
 
 
-def is_first_of_host() -> bool:
-    local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
-    return not local
+def local_rank() -> int:
+    """Return the number of this process on its host."""
+    return next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank()) or 0
 
 
 def launched_size() -> int:

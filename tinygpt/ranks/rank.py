@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelSource
+from ..engine.model_runner import ModelSource, check_memory
 from ..errors import RequestError, TinyGPTError
 from ..kernels.backend import Batch
-from ..kernels.cpu.arrays import RankShare, can_share, share_of
-from ..kernels.cpu.workspace import new_workspace, share_embedding
+from ..kernels.cpu.arrays import can_share
 from ..kernels.numbers import even_bounds
+from ..kernels.rank_share import RankBackend, RankShare
 from ..llm_args import EngineConfig
 from ..look.captures import Place, captured
 from ..weights.config import ModelConfig
@@ -27,6 +27,7 @@ SUPPORTED = {
     ("final_norm", False),
     "embed_scale",
 }
+RANK_DEVICES = ("cpu", "cuda")
 TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 NO_ROWS = np.empty(0, np.int32)
 
@@ -35,18 +36,24 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
     """Raise RequestError if a model cannot be split."""
     if layout.size == 1:
         return
-    if device != "cpu":
-        sizes = f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}"
-        raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU alone.")
+    sizes = (
+        f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}"
+    )
+    if device not in RANK_DEVICES:
+        raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU or on GPUs.")
     if unsupported := config.unsupported(SUPPORTED):
         named = ", ".join(f"{name} is {value!r}" for name, value in unsupported.items())
         raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
-    if layout.pipeline_size > config.n_layer:
-        raise RequestError(
-            f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
-            "pipeline_parallel_size",
-        )
-    if layout.tensor_size > 1 and not can_share(config, dtype):
+    least = {
+        "layers: each stage": ("pipeline_parallel_size", layout.pipeline_size, config.n_layer),
+        "heads: each rank": ("tensor_parallel_size", layout.tensor_size, config.n_head),
+        "hidden units: each rank": ("tensor_parallel_size", layout.tensor_size, config.inner_size),
+        "tokens: each rank": ("tensor_parallel_size", layout.tensor_size, config.vocab_size),
+    }
+    for parts, (name, size, count) in least.items():
+        if size > count:
+            raise RequestError(f"is {size} and this model has {count} {parts} takes one or more.", name)
+    if layout.tensor_size > 1 and device == "cpu" and not can_share(config, dtype):
         raise RequestError(
             f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
             f"{config.inner_size} hidden units cannot be shared in {dtype} with the same results: use another dtype, "
@@ -55,10 +62,12 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
         )
 
 
-def share_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> RankShare:
+def share_of_rank(
+    backend: RankBackend, layout: Layout, rank: int, config: ModelConfig, dtype: str
+) -> RankShare:
     stage, tensor_rank = layout.place_of(rank)
     layers = stage_layers(config, layout.pipeline_size)[stage]
-    return share_of(config, dtype, layers, tensor_rank, layout.tensor_size)
+    return backend.share_of(config, dtype, layers, tensor_rank, layout.tensor_size)
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
@@ -109,6 +118,7 @@ class RankModel:
     """All ranks call the same methods in one order.
 
     allgather: World's, of the ranks that share the rank's layers, or None.
+    rooms: of all ranks, as of RankBackend.gpu_room, before any of them loads.
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
     """
 
@@ -120,6 +130,7 @@ class RankModel:
         source: ModelSource,
         sizes: EngineConfig,
         threads: int,
+        rooms: list[tuple[str, int] | None],
     ):
         self._world = world
         self._layout = layout
@@ -128,16 +139,21 @@ class RankModel:
         self._file = source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
         self._shares = [
-            share_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)
+            share_of_rank(source.backend, layout, rank, source.config, source.dtype)
+            for rank in range(layout.size)
         ]
         self.share = self._shares[world.rank]
+        if (room := rooms[world.rank]) is not None:
+            alike = [i for i, other in enumerate(rooms) if other is not None and other[0] == room[0]]
+            free = min(rooms[i][1] for i in alike)
+            check_memory(source, sizes, shares=[self._shares[i] for i in alike], free=free)
         self._params = source.load_params(threads, share=self.share)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.share, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
         group = layout.tensor_group(world.rank)
-        self._workspace = new_workspace(
-            source.config, *steps, threads, source.dtype, share=self.share, allgather=allgather
+        self._workspace = source.backend.new_workspace(
+            source.config, *steps, threads, source.dtype, self.share, allgather
         )
         self._vocab_parts = [self._shares[rank].vocab for rank in group]
         self._vocab_starts = np.array([part.start for part in self._vocab_parts])
@@ -145,11 +161,11 @@ class RankModel:
         if world.rank == 0:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)
 
-    def forward(self, batch: Batch) -> np.ndarray | None:
+    def forward(self, batch: Batch) -> Any:
         """Run a step. Return logits (R, V) on rank 0, valid until the next step."""
         return self.begin(batch)()
 
-    def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
+    def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], Any]:
         """Start a step. Return a function that waits for the logits on rank 0.
 
         first_row: in a buffer that several steps share.
@@ -169,10 +185,10 @@ class RankModel:
             self._deliver(logits, None if found is None else found[row : row + len(logits)])
             row += len(logits)
 
-        def finish() -> np.ndarray | None:
+        def finish() -> Any:
             for wait in arriving:
                 wait()
-            return found
+            return None if found is None else self._backend.logits_of(self._workspace, found, first_row)
 
         return finish
 
@@ -234,14 +250,13 @@ class RankModel:
             return replace(batch, token_ids=-1 - np.arange(count, dtype=np.int32), embeds=x)
         if self._layout.tensor_size == 1:
             return batch
-        token_ids = share_embedding(self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank)
-        return replace(batch, token_ids=token_ids)
+        return self._backend.share_embedding(self._workspace, batch, self._vocab_starts, self._tensor_rank)
 
     def _pass_on(self, batch: Batch) -> None:
-        if self._layout.tensor_size > 1 and self._workspace.buffers.ranks.status[0]:
+        if self._workspace.has_lost_rank:
             raise TinyGPTError("another rank is gone.")
         if not self.share.is_last:
-            x = self._workspace.buffers.x[: batch.token_ids.size]
+            x = self._backend.stream_of(self._workspace, batch.token_ids.size)
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
@@ -260,7 +275,8 @@ class RankModel:
             for row in logits:
                 self._world.send(row, 0)
         elif self.share.is_last:
-            found[:, : len(self.share.vocab)] = logits
+            for row, into in zip(logits, found, strict=True):
+                into[: len(self.share.vocab)] = row
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
         """Join within a stage along `axis`, then the stages."""

@@ -45,13 +45,13 @@ def with_adapters(
 ) -> tuple[Params, np.ndarray]:
     of_slot = np.full(num_slots, -1, np.int32)
     found = {}
-    for name, (modules, features, columns) in linear_layers(config, True).items():
+    for name, (modules, _, columns) in linear_layers(config, True, params.share).items():
         ranks = [len(adapter[module][0]) for adapter in adapters for module in modules if module in adapter]
         if name not in LINEARS or not ranks:
             continue
         rank = max(ranks)
         down = np.zeros((len(adapters), len(modules), rank, columns), np.float32)
-        up = np.zeros((len(adapters), len(modules), rank, features), np.float32)
+        up = np.zeros((len(adapters), len(modules), rank, params.linears[name].features), np.float32)
         for a, adapter in enumerate(adapters):
             for layer, module in enumerate(modules):
                 if module in adapter:

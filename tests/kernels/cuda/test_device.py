@@ -122,7 +122,7 @@ class Kernel:
 def device(monkeypatch) -> Device:
     """One whose driver is never asked; `grants` is what would be."""
     device = object.__new__(Device)
-    device._lock = threading.RLock()
+    device._turn = threading.RLock()
     device._stream = "stream"
     device._granted = {}
     device.grants = []

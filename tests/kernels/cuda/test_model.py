@@ -370,16 +370,6 @@ def test_positions_move_between_slots_and_to_the_host(dtype):
     assert (model.forward([ids[8:]], [8], [2]) == expected).all()
 
 
-def test_embeddings_in_place_of_tokens():
-    checkpoint = checkpoint_of(n_layer=1)
-    embeds = np.random.default_rng(7).standard_normal((2, 16)).astype(np.float32)
-    steps = [
-        model.forward([[3, -2, -1, 5]], [0], [0], "all", embeds)
-        for model in (cuda_model(checkpoint), Model(reference, checkpoint))
-    ]
-    np.testing.assert_allclose(*steps, atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [*((dtype, {}) for dtype in TOLERANCE), *(("float32", family) for family in FAMILIES.values())],
