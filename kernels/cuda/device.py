@@ -136,8 +136,8 @@ class Device:
                     raise NewKernel
                 if shared_bytes:
                     self._grant(kernel, arguments, shared_bytes)
-                self._granted[kernel] = shared_bytes
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
+            self._granted[kernel] = max(self._granted.get(kernel, 0), shared_bytes)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a function that queues the launches of `run`. Raise NewKernel if a kernel has not run before."""

@@ -38,7 +38,7 @@ class SimulatedDevice:
         self.capability = cuda_compile.ARCHITECTURE[:2]
         self.shared_bytes = (227 if self.capability == HOPPER else 99) << 10
         self._captured: list[partial] | None = None  # while a capture is under way
-        self._known: set = set()  # kernels that have run
+        self._known: dict = {}  # kernels that have run, and for which arguments
         self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
 
     def free_bytes(self) -> int:
@@ -79,7 +79,9 @@ class SimulatedDevice:
         launch = partial(simulate, kernel, grid, threads, *arguments, shared_bytes=shared_bytes)
         if self._captured is None:
             launch()
-            self._known.add(kernel)
+            signature = cuda_compile.signature_of(arguments)
+            known = self._known.setdefault(kernel, signature)
+            assert known == signature, "for other arguments it would be compiled during a capture"
             self.now += 1
         elif kernel not in self._known:
             raise NewKernel
