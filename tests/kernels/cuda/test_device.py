@@ -125,6 +125,7 @@ def device(monkeypatch) -> Device:
     device._turn = threading.RLock()
     device._stream = "stream"
     device._granted = {}
+    device._is_capturing = False
     device.grants = []
     monkeypatch.setattr(Device, "_grant", lambda self, *what: self.grants.append(what))
     return device
