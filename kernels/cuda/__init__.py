@@ -21,4 +21,5 @@ ADAPTED = tuple(name for name, dtype in ROWS.items() if not dtype.has_scales)
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
-    return (ROWS[dtype].numbers.name,)
+    numbers = ROWS[dtype].numbers
+    return (numbers.name, "int8") if numbers.has_mma else (numbers.name,)

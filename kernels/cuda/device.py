@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,10 @@ def check_device(number: int = 0) -> None:
     the_device()
 
 
+class NewKernel(Exception):
+    """A kernel of a capture has not run: it would be compiled and loaded."""
+
+
 class Device:
     def __init__(self):
         """Raise DeviceError if the GPU, its driver or numba-cuda is missing."""
@@ -54,7 +59,8 @@ class Device:
         self._stream_handle = int(self._stream)
         self._reading = cuda.stream()
         self._reading_handle = int(self._reading)
-        self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
+        self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel that has run
+        self._is_capturing = False
         self.name = gpu.name
         self.uuid = gpu.uuid
         self.capability = tuple(gpu.compute_capability[:2])
@@ -125,27 +131,33 @@ class Device:
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         with self._turn:
-            if shared_bytes > self._granted.get(kernel, 0):
-                self._grant(kernel, arguments, shared_bytes)
+            if shared_bytes > self._granted.get(kernel, -1):
+                if self._is_capturing:
+                    raise NewKernel
+                if shared_bytes:
+                    self._grant(kernel, arguments, shared_bytes)
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
+            self._granted[kernel] = max(self._granted.get(kernel, 0), shared_bytes)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that queues the launches of `run`, of kernels that have run before."""
+        """Return a function that queues the launches of `run`. Raise NewKernel if a kernel has not run before."""
         from cuda.bindings import driver
 
         stream = driver.CUstream(int(self._stream))
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         # Numba may free memory at any time, which would break a capture.
-        with self._turn, self._cuda.defer_cleanup():
+        with self._turn, self._cuda.defer_cleanup(), ExitStack() as after:
             _checked(driver.cuStreamBeginCapture(stream, mode))
+            self._is_capturing = True
             try:
                 run()
             finally:
+                self._is_capturing = False
                 graph = _checked(driver.cuStreamEndCapture(stream))
+                after.callback(driver.cuGraphDestroy, graph)
             if self.capability >= HOPPER:
                 let_kernels_begin_early(graph)
             executable = _checked(driver.cuGraphInstantiate(graph, 0))
-            _checked(driver.cuGraphDestroy(graph))
         return CapturedWork(executable, stream, self._turn)
 
     def synchronize(self) -> None:
@@ -174,7 +186,6 @@ class Device:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = _checked(driver.cuCtxGetDevice())
         _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device))
-        self._granted[kernel] = shared_bytes
 
 
 class Turn:
@@ -199,23 +210,19 @@ class Turn:
 
 @dataclass
 class Graphs:
-    """Captured steps: the first of a kind compiles its kernels, the second is captured."""
+    """Steps, captured at the first of a kind, or after it if it has kernels to compile."""
 
     device: Any
-    _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
+    _captured: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def run(self, kind: Hashable, step: Callable[[], None], times: int = 1) -> None:
         """Queue the launches of `step` some times, the same in every step of this kind."""
-        if kind not in self._captured:
-            step()
-            times -= 1
-            while len(self._captured) >= MAX_GRAPHS:
-                del self._captured[next(iter(self._captured))]  # the oldest
-            self._captured[kind] = None
-        if times and self._captured[kind] is None:
-            self._captured[kind] = self.device.capture(step)
         for _ in range(times):
-            self._captured[kind]()
+            with suppress(NewKernel):
+                self._captured[kind] = self._captured.pop(kind, None) or self.device.capture(step)
+            self._captured.get(kind, step)()
+            if len(self._captured) > MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]  # used longest ago
 
 
 def let_kernels_begin_early(graph: Any) -> None:

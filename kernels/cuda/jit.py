@@ -212,15 +212,21 @@ class Halves(NamedTuple):
     store_pair: Callable
     pack: Callable
     mma: Callable
+    expand: Callable
 
 
-def _halves(kind: str) -> Halves:
-    """kind: PTX's name."""
+def _halves(kind: str, one: int, base: int) -> Halves:
+    """kind: PTX's name. one: the bits of 1; base: those of 128 or more, whose last bit is worth 1."""
+    words = {"ONE": one, "BASE": base, "LESS": base | 0x8000}
 
     def of_kind(text: str, *result: Any, **options: Any) -> Callable[[Callable], Any]:
+        text = text.replace("KIND", kind)
+        for name, half in words.items():
+            text = text.replace(name, f"0x{half:04X}{half:04X}")
+
         def make(named: Callable) -> Any:
             named.__name__ += f"_{kind}"
-            return instruction(text.replace("KIND", kind), *result, **options)(named)
+            return instruction(text, *result, **options)(named)
 
         return make
 
@@ -251,11 +257,26 @@ def _halves(kind: str) -> Halves:
         c: row g at columns 2q and 2q + 1, then row g + 8 at the same
         """
 
-    return Halves(store, store_pair, pack, mma)
+    @of_kind(
+        "{ .reg .b32 low, sign, one; and.b32 low, $1, 0x007F007F; or.b32 low, low, BASE; "
+        "and.b32 sign, $1, 0x00800080; or.b32 sign, sign, LESS; mov.b32 one, ONE; "
+        "fma.rn.KINDx2 $0, low, one, sign; }",
+        uint32,
+        is_pure=True,
+    )
+    def expand_even_bytes(word):
+        """Return the int8 of bytes 0 and 2: base + the lower 7 bits, minus base, and 128 if the sign is set."""
+
+    @device_function
+    def expand(word):
+        """Return the int8 of bytes 0 and 2, and of bytes 1 and 3, as pairs, exactly."""
+        return expand_even_bytes(word), expand_even_bytes(uint32(word >> uint32(8)))
+
+    return Halves(store, store_pair, pack, mma, expand)
 
 
-BF16 = _halves("bf16")
-F16 = _halves("f16")
+BF16 = _halves("bf16", 0x3F80, 0x4300)
+F16 = _halves("f16", 0x3C00, 0x6400)
 
 
 @instruction("mul.rn.f32 $0, $1, $2;", float32, is_pure=True, a=float32, b=float32)
@@ -328,17 +349,6 @@ def float32_to_bits(typing_context, value):
     )
 
 
-@instruction(
-    "{ .reg .b32 low, sign, one; and.b32 low, $1, 0x007F007F; or.b32 low, low, 0x43004300; "
-    "and.b32 sign, $1, 0x00800080; or.b32 sign, sign, 0xC300C300; mov.b32 one, 0x3F803F80; "
-    "fma.rn.bf16x2 $0, low, one, sign; }",
-    uint32,
-    is_pure=True,
-)
-def _even_bytes_to_bfloat16(word):
-    """Return the int8 of bytes 0 and 2 as bfloat16: 128 + the lower 7 bits, minus 128, or 256 if the sign is set."""
-
-
 @intrinsic
 def shared_address(typing_context, array):
     def generate(context, builder, signature, arguments):
@@ -347,12 +357,6 @@ def shared_address(typing_context, array):
         return builder.ptrtoint(builder.addrspacecast(data, pointer), INT32)
 
     return uint32(array), generate
-
-
-@device_function
-def int8_to_bfloat16(word):
-    """Return the int8 of bytes 0 and 2, and of bytes 1 and 3, as pairs of bfloat16, exactly."""
-    return _even_bytes_to_bfloat16(word), _even_bytes_to_bfloat16(uint32(word >> uint32(8)))
 
 
 @device_function

@@ -1,28 +1,107 @@
-"""The KV cache, in the layout of attention.py, and copies in and out of its slots."""
+"""The KV cache, in the layouts of attention.py, what fills it with int8, and copies in and out of its slots.
+
+A row is a head's key or value at a position: D numbers, and in int8 the bytes of its scale (numbers.py).
+"""
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import cuda, int32, int64
+from numba import cuda, float32, int8, int32, int64, uint32
 
+from ..numbers import LEAST_ROW, LEVELS, SCALE_BYTES, to_rows
 from . import device as devices
-from .jit import kernel
-from .layers.attention_products import KEY_BLOCK
-from .params import NUMBERS, Numbers
+from .jit import (
+    WARP,
+    bits_to_float32,
+    device_function,
+    float32_to_bits,
+    kernel,
+    lane_and_warp,
+    let_next_kernel_begin,
+    wait_for_kernel_before,
+    warp_greatest,
+)
+from .layers.attention_products import KEY_BLOCK, SCALES_BYTES, TILE, TILE_BYTES
+from .params import DTYPES, NUMBERS, padded_columns
 
 MOVE_THREADS = 128
+PUT_THREADS = 3 * WARP
 COPY = "copy"
 READ = "read"
 WRITE = "write"
+ROUNDING = np.float32(1.5 * 2**23)  # a sum with it is whole, and its low byte that of the number
+INFINITE = 0x7F800000  # bits of a float32
+
+
+@device_function
+def _in_rows(position, d, size, head_size):
+    return position * size + d
+
+
+@device_function
+def _in_pairs(position, d, size, head_size):
+    return (position - position % 2) * size + d * 2 + position % 2
+
+
+def _in_tiles(place: Callable) -> Callable:
+    """place: (position, d), of a byte in its tile."""
+
+    def find(position, d, size, head_size):
+        position, d = uint32(position), uint32(d)  # division rounds down without a branch
+        start = position // KEY_BLOCK * (SCALES_BYTES + KEY_BLOCK * size)
+        inside = position % KEY_BLOCK
+        if d >= head_size:
+            scale = inside % 8 // 2 * TILE + inside // 8 * 2 + inside % 2
+            return start + scale * SCALE_BYTES + d - head_size
+        tile = inside // TILE * (size // 32) + d // 32
+        return start + SCALES_BYTES + tile * TILE_BYTES + place(position, d)
+
+    return device_function(find)
+
+
+@device_function
+def _of_key(position, d):
+    lane = position % 8 * 4 + d % 32 // 8
+    return lane * 16 + position % TILE // 8 * 8 + (d & 4 | d % 2 * 2 | d % 4 // 2)
+
+
+@device_function
+def _of_value(position, d):
+    lane = d % 32 // 4 * 4 + position % 8 // 2
+    return lane * 16 + d % 4 * 4 + position % 2 * 2 + position % TILE // 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the cache keeps a dtype.
+
+    encode: float32 (..., D) as rows
+    key_place, value_place: (position, d, Dp, D), of a row's number or byte d in its head's part of k or v
+    scale_bytes: of a row
+    """
+
+    array_type: Any
+    encode: Callable
+    key_place: Callable
+    value_place: Callable
+    scale_bytes: int = 0
+
+
+LAYOUTS = {
+    name: Layout(numbers.array_type, numbers.encode, _in_rows, _in_pairs if numbers.has_mma else _in_rows)
+    for name, numbers in NUMBERS.items()
+}
+LAYOUTS["int8"] = Layout(np.int8, to_rows, _in_tiles(_of_key), _in_tiles(_of_value), SCALE_BYTES)
 
 
 @dataclass(frozen=True)
 class KVCache:
     device: Any
-    numbers: Numbers
+    layout: Layout
     k: Any
     v: Any
     num_layers: int
@@ -32,17 +111,25 @@ class KVCache:
     padded_head: int
     head_size: int
 
+    @property
+    def is_int8(self) -> bool:
+        return self.layout.scale_bytes > 0
+
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     device = devices.the_device()
     shape = _shape(config, num_slots, max_model_len)
-    numbers = NUMBERS[dtype]
-    k, v = (device.zeros(shape, numbers.array_type) for _ in range(2))
-    return KVCache(device, numbers, k, v, *shape, config.head_size)
+    layout = LAYOUTS[dtype]
+    *sizes, padded = shape
+    k, v = (device.zeros((*sizes, padded + layout.scale_bytes), layout.array_type) for _ in range(2))
+    return KVCache(device, layout, k, v, *shape, config.head_size)
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
-    return 2 * NUMBERS[dtype].item_bytes * math.prod(_shape(config, num_slots, max_model_len))
+    layout = LAYOUTS[dtype]
+    *sizes, padded = _shape(config, num_slots, max_model_len)
+    row_bytes = padded * np.dtype(layout.array_type).itemsize + layout.scale_bytes
+    return 2 * math.prod(sizes) * row_bytes
 
 
 def padded_head(head_size: int) -> int:
@@ -51,30 +138,29 @@ def padded_head(head_size: int) -> int:
 
 
 def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-    for array, is_paired in _arrays(kv_cache):
-        _move(kv_cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
+    for array, place in _arrays(kv_cache):
+        _move(kv_cache, COPY, place, array, array, source_slot, target_slot, start, stop)
 
 
 def read_positions(
     kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    shape = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head)
+    row_size = head_size + kv_cache.layout.scale_bytes
+    shape = (kv_cache.num_layers, kv_cache.num_heads, stop - start, row_size)
     found = []
-    for array, is_paired in _arrays(kv_cache):
+    for array, place in _arrays(kv_cache):
         buffer = kv_cache.device.zeros(shape, array.dtype)
-        _move(kv_cache, READ, is_paired, array, buffer, slot, 0, start, stop)
-        values = kv_cache.device.read(buffer).reshape(shape)
-        found.append(np.ascontiguousarray(values[..., :head_size]))  # (L, H, T, D)
+        _move(kv_cache, READ, place, array, buffer, slot, 0, start, stop)
+        found.append(kv_cache.device.read(buffer).reshape(shape))
     return found[0], found[1]
 
 
 def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-    for (array, is_paired), values in zip(_arrays(kv_cache), (k, v), strict=True):
+    for (array, place), values in zip(_arrays(kv_cache), (k, v), strict=True):
         if values.dtype != array.dtype:
-            values = kv_cache.numbers.encode(values)
-        padding = [(0, 0)] * 3 + [(0, kv_cache.padded_head - values.shape[3])]
-        buffer = kv_cache.device.array(np.pad(values, padding))  # (L, H, n, Dp)
-        _move(kv_cache, WRITE, is_paired, array, buffer, slot, 0, start, start + values.shape[2])
+            values = kv_cache.layout.encode(values)
+        buffer = kv_cache.device.array(values)  # (L, H, n, D), and a scale
+        _move(kv_cache, WRITE, place, array, buffer, slot, 0, start, start + values.shape[2])
         kv_cache.device.synchronize()  # the buffer is freed
 
 
@@ -89,14 +175,15 @@ def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int
 
 
 def _arrays(kv_cache: KVCache) -> tuple[tuple, tuple]:
-    """Return keys and values, with whether two positions are interleaved."""
-    return (kv_cache.k, False), (kv_cache.v, kv_cache.numbers.has_mma)
+    """Return keys and values, with the place of a number."""
+    layout = kv_cache.layout
+    return (kv_cache.k, layout.key_place), (kv_cache.v, layout.value_place)
 
 
 def _move(
     kv_cache: KVCache,
     direction: str,
-    is_paired: bool,
+    place: Callable,
     array,
     other,
     slot: int,
@@ -106,34 +193,97 @@ def _move(
 ) -> None:
     c = kv_cache
     if stop > start:
-        shape = c.num_slots, c.num_heads, c.padded_len, c.padded_head
+        shape = c.num_slots, c.num_heads, c.padded_len, c.padded_head, c.head_size, c.layout.scale_bytes
         places = slot, target_slot, start, stop - start
         grid = (stop - start, c.num_heads, c.num_layers)
-        c.device.launch(_move_kernel(direction, is_paired), grid, MOVE_THREADS, array, other, *shape, *places)
+        c.device.launch(_move_kernel(direction, place), grid, MOVE_THREADS, array, other, *shape, *places)
 
 
 @functools.cache
-def _move_kernel(direction: str, is_paired: bool):
-    """COPY within `array`, READ to `other` (L, H, count, Dp), or WRITE from it. Grid (count, H, L)."""
+def _move_kernel(direction: str, place: Callable):
+    """COPY within `array`, READ to `other` (L, H, count, row), or WRITE from it. Grid (count, H, L)."""
 
-    def move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count):
+    def move(
+        array, other, num_slots, num_heads, padded_len, padded_head, head_size, scale_bytes,
+        slot, target_slot, start, count,
+    ):  # fmt: skip
         i = int32(cuda.blockIdx.x)
         head = int32(cuda.blockIdx.y)
         layer = int64(cuda.blockIdx.z)
         position = start + i
-        plane = ((layer * num_slots + slot) * num_heads + head) * padded_len
-        to_target = (target_slot - slot) * int64(num_heads) * padded_len * padded_head
-        for d in range(int32(cuda.threadIdx.x), padded_head, int32(MOVE_THREADS)):
-            at = (plane + position) * padded_head + d
-            if is_paired:
-                at = (plane + position - position % 2) * padded_head + d * 2 + position % 2
+        plane = int64(padded_len) * (padded_head + scale_bytes)
+        from_slot = ((layer * num_slots + slot) * num_heads + head) * plane
+        to_target = (target_slot - slot) * num_heads * plane
+        row_size = head_size + scale_bytes
+        for d in range(int32(cuda.threadIdx.x), row_size, int32(MOVE_THREADS)):
+            at = from_slot + place(position, d, padded_head, head_size)
             if direction == COPY:
                 array[at + to_target] = array[at]
             else:
-                index = ((layer * num_heads + head) * count + i) * padded_head + d
+                index = ((layer * num_heads + head) * count + i) * row_size + d
                 if direction == READ:
                     other[index] = array[at]
                 else:
                     array[at] = other[index]
 
     return kernel(move)
+
+
+def put_rows(kv_cache: KVCache, dtype: str, layer: int, workspace: Any, tokens: int) -> None:
+    """Put the rows of `qkv`, of a family of numbers, into q and an int8 cache."""
+    c = kv_cache
+    w = workspace
+    width = padded_columns(3 * c.num_heads * c.head_size)
+    shape = c.num_slots, c.num_heads, c.padded_len, c.padded_head, c.head_size
+    arguments = w.q, c.k, c.v, w.qkv, width, layer, *shape
+    batch = w.inputs.positions, w.inputs.token_slots, w.inputs.sizes
+    c.device.launch(put_kernel(dtype), (tokens, c.num_heads), PUT_THREADS, *arguments, *batch)
+
+
+@functools.cache
+def put_kernel(dtype: str):
+    """Quantize keys and values as numbers.py does. Grid (N, H), a warp for each of query, key and value."""
+    load = DTYPES[dtype].load
+    key_place = LAYOUTS["int8"].key_place
+    value_place = LAYOUTS["int8"].value_place
+
+    def put(
+        q, k_cache, v_cache, rows, width, layer, num_slots, num_heads, padded_len, padded_head, head_size,
+        positions, token_slots, sizes,
+    ):  # fmt: skip
+        let_next_kernel_begin()
+        (lane, part) = lane_and_warp()
+        n = int32(cuda.blockIdx.x)
+        head = int32(cuda.blockIdx.y)
+        if n >= sizes[0]:
+            return
+        wait_for_kernel_before()
+        row = int64(n) * width + (part * num_heads + head) * head_size
+        if part == 0:
+            for d in range(lane, head_size, int32(WARP)):
+                q[int64(n * num_heads + head) * padded_head + d] = rows[row + d]
+            return
+        greatest = int32(0)
+        for d in range(lane, head_size, int32(WARP)):
+            size = int32(float32_to_bits(load(rows, row + d)) & uint32(0x7FFFFFFF))
+            greatest = max(greatest, size)  # of bits: a NaN is the greatest
+        greatest = warp_greatest(greatest)
+        largest = bits_to_float32(uint32(greatest))
+        scale, inverse = float32(0), float32(0)
+        if greatest >= INFINITE:
+            scale = float32(math.nan)
+        elif largest >= LEAST_ROW:
+            scale, inverse = largest / LEVELS, LEVELS / largest
+        plane = int64(padded_len) * (padded_head + SCALE_BYTES)
+        start = (int64(layer * num_slots + token_slots[n]) * num_heads + head) * plane
+        position = positions[n]
+        for d in range(lane, head_size + int32(SCALE_BYTES), int32(WARP)):
+            byte = float32_to_bits(scale) >> uint32(8 * max(d - head_size, 0))
+            if d < head_size:
+                byte = float32_to_bits(cuda.fma(load(rows, row + d), inverse, ROUNDING))
+            if part == 1:
+                k_cache[start + key_place(position, d, padded_head, head_size)] = int8(byte)
+            else:
+                v_cache[start + value_place(position, d, padded_head, head_size)] = int8(byte)
+
+    return kernel(put)

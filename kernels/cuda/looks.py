@@ -36,13 +36,18 @@ class Looks:
         w = self.workspace
         config = self.params.config
         numbers = DTYPES[self.params.dtype].numbers
-        heads = self.kv_cache.num_heads, config.head_size
+        c = self.kv_cache
+        heads = c.num_heads, config.head_size
         buffers = {
-            "q": (w.q, numbers, heads, self.kv_cache.padded_head),
+            "q": (w.q, numbers, heads, c.padded_head),
             "z": (w.attended, numbers, heads, padded_columns(config.n_embd)),
             "post": (w.inner, numbers, (config.inner_size,), padded_columns(config.inner_size)),
         }
-        if kind in "kv":
+        if kind in "qkv" and c.is_int8:  # before it is filled
+            columns = c.num_heads * c.head_size
+            first = "qkv".index(kind) * columns
+            self._show(kind, layer, w.qkv, numbers, heads, padded_columns(3 * columns), first)
+        elif kind in "kv":
             self._show_cached(kind, layer)
         elif kind == "pre":
             before, after = self._computed(kind, layer, compute, config.inner_size)
@@ -55,13 +60,19 @@ class Looks:
             self._show(kind, layer, *buffers.get(kind, stream))
         return True
 
-    def _show(self, kind: str, layer: int, array, numbers: Numbers, shape: tuple, width: int) -> np.ndarray:
-        """Show an array's rows (N, *shape), whose last axis the device keeps in `width` numbers; return them."""
+    def _show(
+        self, kind: str, layer: int, array, numbers: Numbers, shape: tuple, width: int, first: int = 0
+    ) -> np.ndarray:
+        """Show an array's rows (N, *shape), which the device keeps from `first` on in `width` numbers; return them.
+
+        Of w.q, each row's last axis has `width` numbers.
+        """
         device = self.workspace.device
         count = self.batch.token_ids.size
-        rows = count * shape[0] if kind == "q" else count
+        rows = count * shape[0] if array is self.workspace.q else count
         stored = numbers.decode(device.read(array, rows * width)).reshape(rows, width)
-        shown = stored[:, : count * math.prod(shape) // rows].reshape(count, *shape)  # not copied
+        size = count * math.prod(shape) // rows
+        shown = stored[:, first : first + size].reshape(count, *shape)  # not copied
         self.hooks(kind, layer, shown)
         if self.hooks.changes:
             device.write(array, numbers.encode(stored))
@@ -98,7 +109,8 @@ class Looks:
         places = list(zip(b.slots.tolist(), starts, b.context_lens.tolist(), strict=True))
         pairs = [read_positions(of_layer, *place, c.head_size) for place in places]  # (1, H, n, D)
         index = "kv".index(kind)
-        new = [c.numbers.decode(pair[index])[0].transpose(1, 0, 2) for pair in pairs]
+        decode = DTYPES[self.params.dtype].numbers.decode
+        new = [decode(pair[index])[0].transpose(1, 0, 2) for pair in pairs]
         shown = np.concatenate(new)
         self.hooks(kind, layer, shown)
         if not self.hooks.changes:

@@ -17,10 +17,10 @@ from numba import cuda, int32
 from ..backend import no_op
 from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
-from .kv_cache import KVCache
+from .kv_cache import KVCache, put_rows
 from .layers.adapters import ADAPT_WARPS, adapt_kernel
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
-from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, Heads
+from .layers.epilogue import ADD, FLOATS, LOGITS, PLAIN, QKV, QKV_ROWS, Heads
 from .layers.experts import (
     ADD_THREADS,
     CHOOSE_WARPS,
@@ -102,6 +102,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
 def begin(params: Params, workspace: Workspace, batch) -> None:
     fill(workspace, batch)
     if params.adapters is not None:
+        _ = workspace.sums  # memory cannot be had during a capture
         workspace.device.write(params.adapters.on_device, params.adapters.of_slot)
 
 
@@ -151,10 +152,15 @@ def look_up(params: Params, out, width: int, columns: int, dtype: str, step: Ste
 
 def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    attended = step.workspace.attended
-    normed_linear(params, "ln_1", "c_attn", layer, heads_of(step), x, step, QKV)  # (N, 3C)
+    w = step.workspace
+    attended = w.attended
+    is_int8 = step.kv_cache.is_int8
+    target, epilogue = (w.qkv, QKV_ROWS) if is_int8 else (heads_of(step), QKV)
+    normed_linear(params, "ln_1", "c_attn", layer, target, x, step, epilogue)  # (N, 3C)
     for kind in "qkv":
         look(kind, layer)
+    if is_int8:
+        put_rows(step.kv_cache, DTYPES[params.dtype].numbers.name, layer, w, step.shape.tokens)
     attend(params, layer, attended, step)
     look("z", layer)
     add_projection(params, "attn_proj", layer, x, attended, step, partial(look, "attn_out", layer))
@@ -341,18 +347,19 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     scale = float(config.attention(params.share.layers[layer]).scale)
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
-    kind = c.padded_head, c.numbers.name, config.has_alibi
-    if shape.tiles:  # prefill, and steps with several new tokens of a sequence
-        grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
+    numbers = DTYPES[params.dtype].numbers
+    kind = c.padded_head, numbers.name, config.has_alibi, c.is_int8
+    if shape.tiles:
+        grid = shape.tiles, c.num_heads, tile_blocks(numbers)
         function = attend_prefill_kernel(*kind)
         w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
-        return
-    is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
-    warps = 1 if is_small else DECODE_WARPS
-    function = attend_decode_kernel(*kind)
-    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
-    arguments = attended, w.merges, w.partials, *keys, w.inputs.sizes, *more, shape.key_blocks
-    w.device.launch(function, grid, warps * WARP, *arguments)
+    if shape.lone:
+        is_small = shape.lone * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
+        warps = 1 if is_small else DECODE_WARPS
+        grid = -(-shape.key_blocks // warps), c.num_heads, shape.lone
+        function = attend_decode_kernel(*kind)
+        arguments = attended, w.merges, w.partials, *keys, w.inputs.lone, *more, shape.key_blocks
+        w.device.launch(function, grid, warps * WARP, *arguments)
 
 
 def heads_of(step: Step) -> Heads:

@@ -16,7 +16,7 @@ from ..backend import KINDS, LINEARS, NORMS
 from ..numbers import check_range, from_bfloat16, stacked, to_bfloat16
 from ..rank_share import RankShare
 from . import device as devices
-from .jit import AMPERE, BF16, F16, bits_to_float32, device_function, int8_to_bfloat16
+from .jit import AMPERE, BF16, F16, bits_to_float32, device_function
 
 OUT_TILE = 8  # features of a panel
 STEP = 64
@@ -64,6 +64,7 @@ class Numbers:
     encode and decode: the host's float32 as an array's numbers, and back
     store: (array, index, value), and store_pair: (array, index, low, high), of float32
     pack and mma: two float32 as a word, and the product of a warp on tensor cores; None for ordinary units
+    expand: a word of int8 as two words, None for ordinary units
     oldest: the least compute capability
     largest: finite number; None: float32's
     """
@@ -77,6 +78,7 @@ class Numbers:
     oldest: tuple[int, int]
     pack: Any = None
     mma: Any = None
+    expand: Any = None
     largest: float | None = None
 
     @property
@@ -161,7 +163,7 @@ DTYPES = {
     "float32": Dtype(FLOAT32, np.float32, (4, 4, 4), BY_LOAD, _load),
     "float16": Dtype(FLOAT16, np.float16, (2, 4, 8), BY_LOAD, _load),
     "bfloat16": Dtype(BFLOAT16, np.uint16, (2, 4, 8), BY_LOAD, _load_bfloat16),
-    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 2, 2, 2), BY_LANE, _load, int8_to_bfloat16),
+    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 2, 2, 2), BY_LANE, _load, BF16.expand),
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..backend import Batch
 from ..rank_share import RankShare
-from .layers.epilogue import ADD, LOGITS, QKV
+from .layers.epilogue import ADD, LOGITS, QKV, QKV_ROWS
 from .params import padded_columns, share_of
 
 READS = {"attn_proj": "c_attn", "mlp_proj": "c_fc"}  # the linear layer before a projection
@@ -57,7 +57,7 @@ def place_of(params: Any, name: str, target: Any, step: Any, epilogue: str) -> t
     """Return a linear layer's target, from a rank's first feature on, and its width."""
     ranks = step.workspace.ranks
     features = params.linears[name].features
-    if ranks is not None and epilogue not in (QKV, LOGITS):
+    if ranks is not None and epilogue not in (QKV, QKV_ROWS, LOGITS):
         target, features = ranks.place(name, target), ranks.columns(name)[-1].stop
     is_float32 = epilogue in (ADD, LOGITS)  # the stream and logits are, and not padded
     return target, features if is_float32 else padded_columns(features)

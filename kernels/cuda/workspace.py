@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import MAX_STEPS, DeviceError, query_tiles
+from ..backend import MAX_STEPS, DeviceError
 from ..rank_share import RankShare
 from . import device as devices
 from .device import Graphs, need_capability
@@ -32,6 +32,8 @@ NUM_PAIRS = 3
 NUM_SIZES = 4
 SLICES = 32  # of a row of logits, at most, that blocks search side by side
 READ_STEPS = 4  # whose tokens the host reads together
+# Of a lone token, more than of a run: a run's warp walks them in turn, for so long as a launch more takes on an H200.
+MORE_KEY_BLOCKS = 4
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by name
 
 
@@ -59,23 +61,54 @@ class MaxShape:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """A step's tokens by the kernel of their attention."""
+
+    lone: np.ndarray  # tokens of attend_decode
+    tiles: np.ndarray  # (t, 2) of attend_prefill, from and to: up to QUERY_TILE tokens of one sequence
+
+    @classmethod
+    def of(cls, batch: Any, max_shape: MaxShape) -> "Queries":
+        """Give sequences' single tokens to attend_decode, unless it would be one launch more that saves nothing."""
+        starts, stops = batch.seq_starts[:-1], batch.seq_starts[1:]
+        is_lone = stops - starts == 1
+        if is_lone.sum() > max_shape.decode_tokens:
+            is_lone[:] = False
+        elif not is_lone.all():
+            key_blocks = -(-batch.context_lens // KEY_BLOCK)
+            of_runs = key_blocks[~is_lone].max()
+            if key_blocks.max() < of_runs + MORE_KEY_BLOCKS:
+                is_lone[:] = False
+        runs = zip(starts[~is_lone].tolist(), stops[~is_lone].tolist(), strict=True)
+        tiles = [
+            (first, min(first + QUERY_TILE, stop))
+            for start, stop in runs
+            for first in range(start, stop, QUERY_TILE)
+        ]
+        return cls(starts[is_lone], np.array(tiles, np.int32).reshape(-1, 2))
+
+
+@dataclass(frozen=True)
 class StepShape:
     """A step's sizes, rounded up: similar steps share a graph."""
 
     tokens: int
     logits: int
-    key_blocks: int  # of a decoding token
-    tiles: int  # of queries; 0 if each sequence has one new token
+    lone: int  # tokens
+    key_blocks: int  # of a lone token
+    tiles: int
 
     @classmethod
     def of(cls, batch: Any, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
         """num_steps: steps of this shape, each with one more position."""
-        tokens = batch.token_ids.size
-        positions = int(batch.context_lens.max()) + num_steps - 1
+        queries = Queries.of(batch, max_shape)
+        lone = min(rounded_up(queries.lone.size), max_shape.decode_tokens)
+        positions = int(batch.context_lens.max()) + num_steps - 1 if lone else 0  # no run has more
         key_blocks = min(rounded_up(-(-positions // KEY_BLOCK)), max_shape.max_blocks)
-        is_decode = tokens == batch.slots.size and tokens <= max_shape.decode_tokens
-        tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts, QUERY_TILE).size - 1)
-        return cls(rounded_up(tokens), rounded_up(batch.logit_rows.size), key_blocks, tiles)
+        tiles = min(rounded_up(len(queries.tiles)), max_shape.tokens)
+        return cls(
+            rounded_up(batch.token_ids.size), rounded_up(batch.logit_rows.size), lone, key_blocks, tiles
+        )
 
 
 def rounded_up(count: int) -> int:
@@ -111,7 +144,8 @@ class Inputs:
     token_slots: Any  # (N,) the KV slot of each token
     logit_rows: Any  # (R,)
     rows: Any  # (R,) 0, 1, 2, ..., of the step's logits; negative for none
-    tiles: Any  # bounds of runs of up to QUERY_TILE tokens of one sequence; the rest are empty
+    lone: Any  # (tokens of a decode step,), of `Queries`; negative for none
+    tiles: Any  # (N, 2), of `Queries`; the rest are empty
 
 
 @dataclass(frozen=True)
@@ -166,6 +200,7 @@ class Workspace:
     narrow: Any  # (max(N, R), Ep), of a model whose embeddings have a width of their own; else unused
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp); with experts (max(P, R), Cp)
+    qkv: Any  # (N, 3C rounded up), before an int8 cache; unused in float32
     q: Any  # (N, H, Dp)
     attended: Any  # (N, Cp)
     partials: Any  # (tokens of a decode step, H, key blocks, Dp + 2) float32
@@ -193,7 +228,7 @@ class Workspace:
 
     @functools.cached_property
     def sums(self) -> Any:
-        """(N, features) float32 of a linear layer that adapters add to; had at the first step of all."""
+        """(N, features) float32 of a linear layer that adapters add to; had before their first step."""
         return self.device.zeros((max(3 * self.x.size, self.inner.size),), np.float32)
 
 
@@ -222,7 +257,7 @@ def new_workspace(
         max_shape=max_shape,
         graphs=Graphs(device),
         ranks=None if allgather is None else Ranks.of(config, dtype, share, allgather),
-        **{"narrow": arrays["normed"], "embeds": arrays["x"], **arrays},
+        **{"narrow": arrays["normed"], "qkv": arrays["normed"], "embeds": arrays["x"], **arrays},
     )
     device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
     return workspace
@@ -295,11 +330,12 @@ def check_memory(*sizes, shares: Sequence[RankShare | None] = (None,), free: int
 
 def fill(workspace: Workspace, batch) -> None:
     mirror = workspace.inputs.mirror
-    tiles = query_tiles(batch.seq_starts, QUERY_TILE)
+    queries = Queries.of(batch, workspace.max_shape)
     num_tokens = batch.token_ids.size
     num_rows = batch.logit_rows.size
-    mirror.host["tiles"][:] = tiles[-1]  # of empty tiles
-    mirror.host["rows"][:] = -1
+    mirror.host["tiles"][:] = 0
+    for name in ("rows", "lone"):
+        mirror.host[name][:] = -1
     mirror.write(
         sizes=np.array([num_tokens, num_rows, 0, num_tokens * workspace.max_shape.experts], np.int32),
         token_ids=batch.token_ids,
@@ -307,7 +343,8 @@ def fill(workspace: Workspace, batch) -> None:
         token_slots=batch.token_slots,
         logit_rows=batch.logit_rows,
         rows=np.arange(num_rows, dtype=np.int32),
-        tiles=tiles,
+        lone=queries.lone,
+        tiles=queries.tiles,
     )
     workspace.device.write(workspace.embeds, batch.embeds)
 
@@ -341,9 +378,12 @@ def _shapes(config, max_shape: MaxShape, dtype: str, share: RankShare) -> Shapes
     heads = share.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
-    kind = DTYPES[dtype].numbers.array_type
+    numbers = DTYPES[dtype].numbers
+    kind = numbers.array_type
     device = devices.the_device()
     some = {"narrow": ((max(n, r), padded_columns(config.embed_dim)), kind)} if config.embed_dim else {}
+    if numbers.has_mma:
+        some["qkv"] = (n, padded_columns(3 * heads * config.head_size)), kind
     if share.is_first:
         some["embeds"] = (n, config.embedding_size), np.float32
     return some | {
@@ -401,7 +441,8 @@ def _input_shapes(max_shape: MaxShape) -> Shapes:
         "token_slots": n,
         "logit_rows": max_shape.logits,
         "rows": max_shape.logits,
-        "tiles": 2 * n + 2,  # their number is rounded up
+        "lone": max_shape.decode_tokens,
+        "tiles": 2 * n,
     }
     return {name: ((length,), np.int32) for name, length in lengths.items()}
 

@@ -35,13 +35,14 @@ MODELS = {
     "untied": SMALL | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
 }
 OPTIONS = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 8}
+# By the dtypes of weights and the KV cache.
 CASES = rows("""
-tied    | float32  | [[2, 1], [1, 2]]
-tied    | bfloat16 | [[3, 1]]
-untied  | bfloat16 | [[1, 3], [2, 2]]
-bloom-6 | float32  | [[1, 2], [4, 1]]
-gpt-1   | int8     | [[1, 2], [3, 1]]
-xglm    | float16  | [[1, 2], [2, 1]]
+tied    | float32  | auto | [[2, 1], [1, 2]]
+tied    | bfloat16 | auto | [[3, 1]]
+untied  | bfloat16 | int8 | [[1, 3], [2, 2]]
+bloom-6 | float32  | auto | [[1, 2], [4, 1]]
+gpt-1   | int8     | auto | [[1, 2], [3, 1]]
+xglm    | float16  | auto | [[1, 2], [2, 1]]
 """)
 FIRST, *OTHERS = CASES
 
@@ -86,15 +87,16 @@ def everything(llm: LLM) -> dict:
 @pytest.mark.toolchain
 @pytest.mark.usefixtures("_gpus")
 @pytest.mark.parametrize(
-    ("model", "dtype", "layouts"),
+    ("model", "dtype", "cache", "layouts"),
     [FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
-def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, layouts):
+def test_ranks_give_the_bits_of_one_gpu(monkeypatch, folder, model, dtype, cache, layouts):
     path = folder(model)
-    with LLM(path, dtype=dtype, **OPTIONS) as llm:
+    choices = {"dtype": dtype, "kv_cache_dtype": cache, **OPTIONS}
+    with LLM(path, **choices) as llm:
         expected = everything(llm)
     for layout in layouts:
-        with on_ranks(monkeypatch, layout, path, dtype=dtype, **OPTIONS) as (llm, _):
+        with on_ranks(monkeypatch, layout, path, **choices) as (llm, _):
             assert everything(llm) == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 from support import cuda_compile
 from support.ptx_machine import Touched, simulate
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.cuda.device import need_driver
+from tinygpt.kernels.cuda.device import NewKernel, need_driver
 from tinygpt.kernels.cuda.jit import HOPPER
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, max_octets, steps_ahead
@@ -38,6 +38,7 @@ class SimulatedDevice:
         self.capability = cuda_compile.ARCHITECTURE[:2]
         self.shared_bytes = (227 if self.capability == HOPPER else 99) << 10
         self._captured: list[partial] | None = None  # while a capture is under way
+        self._known: dict = {}  # kernels that have run, and for which arguments
         self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
 
     def free_bytes(self) -> int:
@@ -78,15 +79,22 @@ class SimulatedDevice:
         launch = partial(simulate, kernel, grid, threads, *arguments, shared_bytes=shared_bytes)
         if self._captured is None:
             launch()
+            signature = cuda_compile.signature_of(arguments)
+            known = self._known.setdefault(kernel, signature)
+            assert known == signature, "for other arguments it would be compiled during a capture"
             self.now += 1
+        elif kernel not in self._known:
+            raise NewKernel
         else:
             self._captured.append(launch)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        launches = self._captured = []
+        try:
+            run()
+        finally:
+            self._captured = None
         self.num_captured += 1
-        self._captured = []
-        run()
-        launches, self._captured = self._captured, None
         return lambda: self._replay(launches)
 
     def _replay(self, launches: list[partial]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.kernels.numbers import from_bfloat16
+
 KINDS: dict[str, Any] = {
     "pred": np.bool_,
     **dict.fromkeys(("f16", "bf16"), np.uint16),
@@ -57,6 +59,7 @@ class Program:
     shared_bytes: int  # the launch's part lies after them
     registers: dict[str, str] = field(default_factory=dict)  # name: kind
     kept: set[str] = field(default_factory=set)  # registers that one piece writes and another reads
+    least_stored: int = 2  # bytes in global memory
     local: dict[str, int] = field(default_factory=dict)
     local_bytes: int = 0
     pieces: list[Piece] = field(default_factory=list)
@@ -80,6 +83,7 @@ def read_ptx(text: str) -> Program:
     end = -(-end // 16) * 16
     places = {name: end if start is None else start for name, start in shared.items()}
     program = Program({name: kind for kind, name in params}, places, end)
+    program.least_stored = 1 if re.search(r"\bst\.global\.\w8\b", text) else 2
     _cut(program, *_read_body(program, body[body.index("{") + 1 :]))
     return program
 
@@ -510,10 +514,18 @@ def fma_rn_f32(a, b, c):
 
 def fma_rn_bf16x2(a, b, c):
     """Of two bfloat16 in each word, if float32 has the exact results."""
+    return _fma_of_halves(from_bfloat16, bfloat16_of, a, b, c)
+
+
+def fma_rn_f16x2(a, b, c):
+    return _fma_of_halves(lambda bits: bits.view(np.float16).astype(np.float32), float16_of, a, b, c)
+
+
+def _fma_of_halves(load, store, *words):
     whole = np.uint32(0)
     for shift in (np.uint32(0), np.uint32(16)):
-        exact = fma_rn_f32(*((word >> shift << np.uint32(16)).view(np.float32) for word in (a, b, c)))
-        whole = whole | bfloat16_of(exact).astype(np.uint32) << shift
+        exact = fma_rn_f32(*(load((word >> shift).astype(np.uint16)) for word in words))
+        whole = whole | store(exact).astype(np.uint32) << shift
     return whole
 
 

@@ -30,7 +30,7 @@ MAX_THREADS, MAX_BYTES = 1 << 16, 256 << 20  # that run at once, and of their re
 
 @dataclass
 class Touched:
-    """The addresses that a launch reads before it waits for the kernel before it, and that it writes."""
+    """The words that a launch reads before it waits for the kernel before it, and that it writes."""
 
     is_first: bool = False  # of a graph: there is nothing to wait for
     read_early: set[int] = field(default_factory=set)
@@ -289,7 +289,7 @@ class Machine:
         words, first = memory.view(kind), at // size
         values = [words[first + n] for n in range(count)]
         if space == "global":
-            self._note_read(at, size * count, size)
+            self._note_read(at, size * count)
             is_unordered = self.order.are_unordered(at, size * count)
             for value in values:
                 value.view(f"u{size}")[is_unordered] = np.iinfo(f"u{size}").max
@@ -301,7 +301,7 @@ class Machine:
         if space == "shared":
             self.races.write(at, size * len(values), self.there)
         elif space == "global":
-            self._note_write(at, size * len(values), size)
+            self._note_write(at, size * len(values))
             self.order.write(at, size * len(values))
         words, first = memory.view(kind), at // size
         for n, value in enumerate(values):
@@ -320,7 +320,7 @@ class Machine:
         if space == "shared":
             self.races.write(at, size, self.there, is_atomic=True)
         else:
-            self._note_write(at, size, size)
+            self._note_write(at, size)
             self.order.write(at, size, is_atomic=True)
             if is_arrival:
                 self.order.arrive(at, old.astype(np.int64))
@@ -337,7 +337,7 @@ class Machine:
         if size != 16:
             raise PtxError("an asynchronous copy of other than 16 bytes")
         (to, _), (source, _) = self.place("shared", to, 16), self.place("global", source, 16)
-        self._note_read(source, 16, GlobalUnits.unit)
+        self._note_read(source, 16)
         if self.order.are_unordered(source, 16).any():
             raise PtxError("a copy of a number that another thread writes")
         self.races.write(to, 16, self.there)
@@ -363,18 +363,18 @@ class Machine:
         if self.touched:
             self.touched.has_waited = True
 
-    def _note_read(self, at: np.ndarray, size: int, step: int) -> None:
+    def _note_read(self, at: np.ndarray, size: int) -> None:
         if self.touched and not self.has_waited[self.there].all():
-            self.touched.read_early.update(self._addresses(at[~self.has_waited[self.there]], size, step))
+            self.touched.read_early.update(self._words(at[~self.has_waited[self.there]], size))
 
-    def _note_write(self, at: np.ndarray, size: int, step: int) -> None:
+    def _note_write(self, at: np.ndarray, size: int) -> None:
         if self.touched:
             if not self.has_waited[self.there].all():
                 raise PtxError("something is written before the kernel has waited for the one before it")
-            self.touched.written.update(self._addresses(at, size, step))
+            self.touched.written.update(self._words(at, size))
 
-    def _addresses(self, at: np.ndarray, size: int, step: int) -> list[int]:
-        return (at[:, None] + np.arange(0, size, step)).ravel().tolist()
+    def _words(self, at: np.ndarray, size: int) -> list[int]:
+        return ((at[:, None] + np.arange(0, size, 4)) // 4).ravel().tolist()
 
 
 class Accesses:
@@ -455,9 +455,8 @@ class GlobalUnits(Accesses):
     later arrivals at the same counter, and to their warp or block after a barrier.
     """
 
-    unit = 2
-
     def __init__(self, machine: Machine, size: int):
+        self.unit = machine.program.least_stored
         super().__init__(machine, size)
         self.published = np.zeros(
             (2, self.last.size), np.int64

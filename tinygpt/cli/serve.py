@@ -125,11 +125,16 @@ def _try_first(llm: "LLM", args: argparse.Namespace) -> None:
         return
     started = time.perf_counter()
     prompt = [0] * min(2, room)
-    for fields in FIRST_REQUESTS:
-        llm.generate([prompt], max_tokens=2, overflow="clamp", ignore_eos=True, seed=0, **fields)
+    batches = [([prompt], fields) for fields in FIRST_REQUESTS]
+    if args.device == "cuda":  # more rows take other kernels, and steps are captured as graphs
+        for power in range((args.max_num_seqs - 1).bit_length()):
+            rows = min(2 << power, args.max_num_seqs)
+            batches += [([[0]] * rows, fields) for fields in FIRST_REQUESTS[:2]]
+    for prompts, fields in batches:
+        llm.generate(prompts, max_tokens=3, overflow="clamp", ignore_eos=True, seed=0, **fields)
     for _ in llm.stream(prompt, max_tokens=2, overflow="clamp"):
         pass
-    count = len(FIRST_REQUESTS) + 1
+    count = len(batches) + 1
     if args.look:
         _, cache = llm.run_with_cache([prompt], ["resid_post", "pattern"])
         llm.logit_lens(cache["resid_post", 0][0])

@@ -1,4 +1,4 @@
-"""Causal attention over the KV cache: a kernel for decode and one for prefill, with bit-identical results.
+"""Causal attention over the KV cache: a kernel for lone tokens and one for runs, with bit-identical results.
 
 Both merge blocks of KEY_BLOCK absolute positions in ascending order: a query's result depends on its position and the
 cache up to it alone. Values after the last position that a warp sees count as 0, whatever their bits; between a warp's
@@ -9,8 +9,11 @@ dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up 
     q            (N, H, Dp), unscaled
     k_cache      (L, num_slots, H, padded_len, Dp)
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
-    partials     (N, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
-    merges       (N, H) int32, 0 between steps: blocks that are done
+                 both if is_int8: (L, num_slots, H, padded_len / KEY_BLOCK) runs of bytes, of attention_products.py
+    lone         (n,) int32, tokens; negative for none
+    tiles        (t, 2) int32, the first token of a run of one sequence, and the token after its last
+    partials     (n, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
+    merges       (n, H) int32, 0 between steps: blocks that are done
     slopes       (H,) float32, of ALiBi, if has_slopes
 """
 
@@ -21,28 +24,35 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from ..jit import (
     WARP,
+    commit_copies,
     device_function,
     is_last_warp,
     kernel,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
+    shared_address,
+    wait_for_copies,
     wait_for_kernel_before,
 )
 from ..params import NUMBERS, Numbers
 from .attention_products import (
     DIM_BLOCK,
     KEY_BLOCK,
+    SCALES_BYTES,
+    TILE,
     Products,
     attention_products,
     blend,
+    copy_block_function,
     merge,
     weigh_keys_function,
 )
 
 TILE_WARPS = 4  # of a block of attend_prefill
 QUERY_TILE = 64  # tokens of one sequence that tile_blocks(...) blocks of attend_prefill take
-WHOLE_SIZE = 64  # of heads, up to which registers allow a loop of its own over blocks without masks
+# Of heads, up to which registers allow code of its own for blocks without masks, and two stages fit in 32 KiB.
+WHOLE_SIZE = 64
 TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 
@@ -52,11 +62,14 @@ def tile_blocks(numbers: Numbers) -> int:
 
 
 @functools.cache
-def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
-    """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
+def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int8: bool = False):
+    """Lone tokens: grid (max_blocks / warps, H, n), threads 32 * warps, a block of keys each. The last merges all."""
     numbers = NUMBERS[dtype]
-    products = attention_products(size, numbers, rows=1)
-    ITEM = numbers.item_bytes
+    products = attention_products(size, numbers, is_int8, rows=1)
+    HEADER = SCALES_BYTES if is_int8 else 0
+    RUN = HEADER + KEY_BLOCK * size
+    GROUP = TILE if is_int8 else 2  # positions that lie together
+    ITEM = 1 if is_int8 else numbers.item_bytes
     combine = _combine_function(products, size)
     load_queries = products.load_queries
     load_values = products.load_values
@@ -73,22 +86,25 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
 
     def attend_decode(
         attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, sizes, num_heads, head_size, width, scale, slopes, max_blocks,
+        positions, token_slots, lone, num_heads, head_size, width, scale, slopes, max_blocks,
     ):  # fmt: skip
         let_next_kernel_begin()
-        n = int32(cuda.blockIdx.z)
+        row = int32(cuda.blockIdx.z)
+        n = lone[uint32(row)]
         head = int32(cuda.blockIdx.y)
         lane = int32(cuda.threadIdx.x & 31)
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
-        if n >= sizes[uint32(0)]:
+        if n < 0:
             return
         last = int32(positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
             return
-        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, padded_len * size)
-        start += key_block * KEY_BLOCK * size
+        whole = padded_len // KEY_BLOCK * RUN
+        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, whole)
+        start += key_block * RUN
         if lane == 0:
-            wanted = int32(min(last + 2, KEY_BLOCK) * size * ITEM)  # an even number of positions
+            groups = min(last // GROUP + 1, KEY_BLOCK // GROUP)
+            wanted = int32((HEADER + groups * (GROUP * size)) * ITEM)
             prefetch_run(k_cache, start, wanted)
             prefetch_run(v_cache, start, wanted)
         wait_for_kernel_before()
@@ -104,9 +120,11 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
         values = cuda.local.array(VALUE_WORDS, uint32)
         load_values(values, v_cache, start, last, lane)
         slope = slopes[head] if has_slopes else float32(0)
-        weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, slope, lane)
+        weigh_keys(highest, total, packed, words, newest, k_cache, v_cache, start, scale, slope, lane)
 
-        out = uint64(int32(int32(n * num_heads + head) * max_blocks + key_block) * int32(2 + size))
+        merged = int32(row * num_heads + head)
+        first = int32(int32(merged * max_blocks) * int32(2 + size))
+        out = uint64(first + int32(key_block * int32(2 + size)))
         if lane == 0:
             partials[out] = highest[0]
             partials[out + uint64(1)] = total[0]
@@ -117,8 +135,8 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False):
                 for i in range(DIMS):
                     partials[out + uint64(block * DIM_BLOCK + i)] = sums[i]
         key_blocks = int32(last // KEY_BLOCK + key_block + 1)
-        if is_last_warp(merges, n * num_heads + head, key_blocks):
-            combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width)
+        if is_last_warp(merges, merged, key_blocks):
+            combine(attended, n * width + head * head_size, partials, first, key_blocks, head_size)
 
     return kernel(attend_decode)
 
@@ -128,10 +146,8 @@ def _combine_function(products: Products, size: int):
     READ = TURNS_AT_ONCE * BLOCKS
 
     @device_function
-    def combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width):
+    def combine(attended, out, partials, start, key_blocks, head_size):
         lane = int32(cuda.threadIdx.x & 31)
-        start = int32(int32(n * num_heads + head) * max_blocks) * int32(2 + size)
-
         highest, total = float32(-math.inf), float32(0)
         values = cuda.local.array(BLOCKS, float32)
         block_values = cuda.local.array(READ, float32)
@@ -154,7 +170,6 @@ def _combine_function(products: Products, size: int):
                         values[block] = blend(values[block], new[2], block_values[i * BLOCKS + block], new[3])
 
         share = float32(1) / total
-        out = n * width + head * head_size
         for block in range(BLOCKS):
             dim = block * DIM_BLOCK + lane
             if dim < head_size:
@@ -164,14 +179,14 @@ def _combine_function(products: Products, size: int):
 
 
 @functools.cache
-def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
-    """Prefill and mixed steps: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
+def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False, is_int8: bool = False):
+    """Runs of a sequence's tokens: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
     numbers = NUMBERS[dtype]
-    products = attention_products(size, numbers)
+    IS_SHARED = numbers.has_mma and size <= WHOLE_SIZE and not is_int8
+    products = attention_products(size, numbers, is_int8, is_shared=IS_SHARED)
+    RUN = KEY_BLOCK * size + (SCALES_BYTES if is_int8 else 0)
     load_queries = products.load_queries
-    HAS_WHOLE = numbers.has_mma and size <= WHOLE_SIZE
-    take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
-    take_block = _take_block_function(products, size, has_slopes)
+    take_blocks = (_take_shared_function if IS_SHARED else _take_function)(products, size, has_slopes, RUN)
     store = products.store
     QUERIES = products.queries
     QUERY_WORDS = products.query_words
@@ -199,11 +214,15 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         highest = cuda.local.array(ROWS, float32)
         total = cuda.local.array(ROWS, float32)
         values = cuda.local.array(VALUES, float32)
-        first = int32(tiles[tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
-        count = int32(min(tiles[tile + 1] - first, QUERIES))
+        begin = tiles[2 * tile]
+        end = tiles[2 * tile + 1]
+        first = int32(begin + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
+        count = int32(min(end - first, QUERIES))
         if count <= 0:
-            return
-        load_queries(words, q, first, count, head, num_heads, lane)
+            if begin == end or not IS_SHARED:
+                return
+            first, count = begin, int32(0)  # this warp copies keys and values for others
+        load_queries(words, q, first, max(count, int32(1)), head, num_heads, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             newest[r] = positions[first + row] if row < count else -1
@@ -211,21 +230,13 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
         for i in range(VALUES):
             values[i] = float32(0)
 
-        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
-        last = positions[first + count - 1]
-        oldest = positions[first]
+        whole = padded_len // KEY_BLOCK * RUN
+        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, whole)
         slope = slopes[head] if has_slopes else float32(0)
-        softmax = highest, total, values
-        while HAS_WHOLE and oldest >= KEY_BLOCK - 1:  # all keys of a block count for all queries
-            take_whole(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
-            start = start + KEY_BLOCK * size
-            oldest = int32(oldest - KEY_BLOCK)
-            last = int32(last - KEY_BLOCK)
-        while last >= 0:
-            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
-            start = start + KEY_BLOCK * size
-            last = int32(last - KEY_BLOCK)
-
+        oldest = positions[first] if count else int32(-1)
+        last = positions[first + count - 1] if count else int32(-1)
+        keys = k_cache, v_cache, start, oldest, last, positions[end - 1]
+        take_blocks(highest, total, values, words, newest, *keys, scale, slope, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             if row < count:
@@ -240,6 +251,64 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False):
     return kernel(attend_prefill)
 
 
+def _take_function(products: Products, size: int, has_slopes: bool, run: int):
+    """Return the function that merges all blocks into a softmax.
+
+    run: numbers of the cache from one block to the next
+    oldest, last: positions of a warp's queries, -1 for none. end: the last of the tile.
+    """
+    take_block = _take_block_function(products, size, has_slopes)
+
+    @device_function
+    def take_blocks(
+        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+    ):
+        softmax = highest, total, values
+        while last >= 0:
+            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
+            start = start + run
+            last = int32(last - KEY_BLOCK)
+
+    return take_blocks
+
+
+def _take_shared_function(products: Products, size: int, has_slopes: bool, run: int):
+    """As _take_function: a tile's warps copy each block to shared memory while they take the one before."""
+    take_whole = _take_block_function(products, size, has_slopes, is_whole=True)
+    take_block = _take_block_function(products, size, has_slopes)
+    copy_block = copy_block_function(size, TILE_WARPS * WARP)
+    STAGE_BYTES = 2 * 2 * KEY_BLOCK * size
+    WORDS = 2 * STAGE_BYTES // 4
+
+    @device_function
+    def take_blocks(
+        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+    ):
+        softmax = highest, total, values
+        stage = shared_address(cuda.shared.array(WORDS, uint32, alignment=16))
+        both = int32(2 * stage) + STAGE_BYTES
+        copy_block(stage, k_cache, v_cache, start)
+        commit_copies()
+        while end >= 0:
+            wait_for_copies(0)
+            cuda.syncthreads()  # and no warp is at the block before
+            other = uint32(both - stage)
+            if end >= KEY_BLOCK:
+                start = start + run
+                copy_block(other, k_cache, v_cache, start)
+                commit_copies()
+            if oldest >= KEY_BLOCK - 1:  # all keys of the block count for all queries
+                take_whole(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+            elif last >= 0:
+                take_block(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+            stage = other
+            oldest = int32(oldest - KEY_BLOCK)
+            last = int32(last - KEY_BLOCK)
+            end = int32(end - KEY_BLOCK)
+
+    return take_blocks
+
+
 def _take_block_function(products: Products, size: int, has_slopes: bool, is_whole: bool = False):
     """Return the function that merges a block of keys into a softmax. newest is then the next block's."""
     weigh_keys = weigh_keys_function(products, has_slopes, is_whole)
@@ -248,6 +317,7 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
     DIMS = products.dims
     HELD = ROWS * DIMS
     PACKED_WORDS = products.packed_words
+    VALUE_WORDS = products.value_words
 
     @device_function
     def take_block(highest, total, values, words, newest, k_cache, v_cache, start, last, scale, slope, lane):
@@ -257,10 +327,11 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
         added = cuda.local.array(ROWS, float32)
         packed = cuda.local.array(PACKED_WORDS, uint32)
         sums = cuda.local.array(HELD, float32)
-        held = cuda.local.array(1, uint32)  # held: nothing
+        held = cuda.local.array(VALUE_WORDS, uint32)
         if is_whole:
             last = int32(2 * KEY_BLOCK)  # which the compiler knows
-        weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, slope, lane)
+        weighed = block_highest, block_total, packed
+        weigh_keys(*weighed, words, newest, k_cache, v_cache, start, scale, slope, lane)
         for r in range(ROWS):
             new = merge(highest[r], total[r], block_highest[r], block_total[r])
             highest[r], total[r], kept[r], added[r] = new

@@ -13,6 +13,7 @@ from ..params import DTYPES, FLOAT32, OUT_TILE, Numbers
 ADD = "add"
 LOGITS = "logits"
 QKV = "qkv"
+QKV_ROWS = "qkv rows"  # as PLAIN, for an int8 cache
 PLAIN = "plain"
 FLOATS = "floats"  # as PLAIN, in float32
 
@@ -49,10 +50,10 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
         functions = _locate_in_heads, _find_in_heads, _put_in_heads
         locate, find, put = (function(numbers) for function in functions)
         return Epilogue(locate, find, _biased, _nothing, put)
-    if epilogue in (ADD, LOGITS, FLOATS, PLAIN):
+    if epilogue in (ADD, LOGITS, FLOATS, PLAIN, QKV_ROWS):
         locate = _locate_logit if epilogue == LOGITS else _locate
         read = _read if epilogue == ADD else _nothing
-        put = _put_function(numbers if epilogue == PLAIN else FLOAT32)
+        put = _put_function(numbers if epilogue in (PLAIN, QKV_ROWS) else FLOAT32)
         return Epilogue(locate, _find, _biased, read, put)
     activation = ACTIVATIONS[epilogue]
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from support.cuda_device import SimulatedDevice
 from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from support.ptx_machine import simulate
+from tinygpt.kernels.cuda.kv_cache import LAYOUTS, KVCache, write_positions
 from tinygpt.kernels.cuda.layers.attention import (
     QUERY_TILE,
     TILE_WARPS,
@@ -20,19 +22,20 @@ from tinygpt.kernels.cuda.layers.attention import (
 )
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.params import NUMBERS
+from tinygpt.kernels.numbers import from_rows, to_rows
 from tinygpt.kernels.reference import model as reference
 from tinygpt.weights import config
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])  # of the cache
 LAYERS = 2
 LAYER = 1
 ROWS = 7
 LENGTHS = (1, 63, 64, 65, 130)
 NO_SLOPES = np.zeros(1, np.float32)
 # Against the largest value. bfloat16: weights and the result are each rounded to 8 bits, half a unit being 2**-9.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8, "int8": 2.0**-8}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class Attention:
     positions: int = 3 * KEY_BLOCK
 
     @property
+    def family(self) -> str:
+        return "bfloat16" if self.dtype == "int8" else self.dtype
+
+    @property
+    def kernel(self) -> tuple:
+        return self.padded_size, self.family, False, self.dtype == "int8"
+
+    @property
     def padded_size(self) -> int:
         return -(-self.size // 32) * 32
 
@@ -73,30 +84,33 @@ class Attention:
         for length, row in zip(lengths, rows, strict=False):
             q, k, v = random.standard_normal((3, length, self.heads, self.size), np.float32)
             k[:, :, 0] *= 4
-            made.append(Tokens(*(self.rounded(x) for x in (q, k, v)), row))
+            q, k, v = (self.rounded(x) for x in (q, k, v))
+            if self.dtype == "int8":
+                k, v = (from_rows(to_rows(x)) for x in (k, v))
+            made.append(Tokens(q, k, v, row))
         return made
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
         return values if self.dtype == "float32" else from_bits(bfloat16_bits(values))
 
     def stored(self, values: np.ndarray) -> np.ndarray:
-        """Return values in the dtype, with dims padded with 0."""
+        """Return queries in the dtype, with dims padded with 0."""
         padding = [(0, 0)] * (values.ndim - 1) + [(0, self.padded_size - self.size)]
         values = np.pad(values, padding)
         return values if self.dtype == "float32" else (values.view(np.uint32) >> 16).astype(np.uint16)
 
-    def caches(self, step) -> tuple[np.ndarray, np.ndarray]:
-        kind = np.float32 if self.dtype == "float32" else np.uint16
-        shape = (LAYERS, ROWS, self.heads, self.positions, self.padded_size)
-        k_cache = unwritten(*shape, dtype=kind)
-        v_cache = unwritten(*shape, dtype=kind)
+    def caches(self, step) -> list[np.ndarray]:
+        layout = LAYOUTS[self.dtype]
+        sizes = ROWS, self.heads, self.positions
+        row_size = self.padded_size + layout.scale_bytes
+        whole = [unwritten(LAYERS, *sizes, row_size, dtype=layout.array_type).ravel() for _ in "kv"]
+        k, v = (array.reshape(LAYERS, -1)[LAYER] for array in whole)
+        cache = KVCache(SimulatedDevice(), layout, k, v, 1, *sizes, *2 * (self.padded_size,))
+        padding = [(0, 0), (0, 0), (0, self.padded_size - self.size)]
         for tokens, _, stop in step:
-            k_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.k[:stop]).swapaxes(0, 1)
-            v_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.v[:stop]).swapaxes(0, 1)
-        if self.dtype == "bfloat16":  # neighboring positions interleaved
-            pairs = v_cache.reshape(*shape[:3], -1, 2, self.padded_size)
-            v_cache = np.ascontiguousarray(pairs.swapaxes(-1, -2))
-        return k_cache.ravel(), v_cache.ravel()
+            rows = (np.pad(x[:stop], padding).swapaxes(0, 1)[None] for x in (tokens.k, tokens.v))
+            write_positions(cache, tokens.row, 0, *rows)
+        return whole
 
     def inputs(self, step):
         """Return the arguments that both kernels share, then positions and token_slots."""
@@ -124,27 +138,28 @@ class Attention:
         count = len(step) + surplus
         max_blocks = self.positions // KEY_BLOCK
         warps = threads // 32
-        sizes = np.array([len(step)], np.int32)
+        lone = np.full(count, -1, np.int32)
+        lone[: len(step)] = range(len(step))
         partials = unwritten(count * self.heads * max_blocks * (2 + self.padded_size))
         attended = self.unwritten_result(count)
         merges = np.zeros(count * self.heads, np.int32)
         grid = (-(-max_blocks // warps), self.heads, count)
-        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
+        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, lone)
         given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES, max_blocks)
-        simulate(attend_decode_kernel(self.padded_size, self.dtype), grid, threads, *given)
+        simulate(attend_decode_kernel(*self.kernel), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
         assert np.isnan(result[len(step) :]).all()
         return result[: len(step)]
 
-    def prefill(self, step, tiles=None) -> np.ndarray:
-        tiles = query_tiles(step) if tiles is None else tiles
+    def prefill(self, step) -> np.ndarray:
+        tiles = query_tiles(step)
         *inputs, positions, token_slots = self.inputs(step)
         attended = self.unwritten_result(len(positions))
-        grid = (len(tiles) - 1, self.heads, tile_blocks(NUMBERS[self.dtype]))
-        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
+        grid = (len(tiles), self.heads, tile_blocks(NUMBERS[self.family]))
+        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32).ravel())
         given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES)
-        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
+        simulate(attend_prefill_kernel(*self.kernel), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
 
     def exact(self, step) -> np.ndarray:
@@ -161,13 +176,13 @@ class Attention:
         assert np.abs(actual - self.exact(step)).max() <= TOLERANCES[self.dtype] * largest
 
 
-def query_tiles(step) -> list[int]:
-    bounds = [0]
-    for _, start, stop in step:
-        first = bounds[-1]
-        end = bounds[-1] + stop - start
-        bounds += [min(n, end) for n in range(first + QUERY_TILE, end + QUERY_TILE, QUERY_TILE)]
-    return bounds
+def query_tiles(step) -> list[tuple[int, int]]:
+    bounds = [0, *itertools.accumulate(stop - start for _, start, stop in step)]
+    return [
+        (n, min(n + QUERY_TILE, end))
+        for first, end in itertools.pairwise(bounds)
+        for n in range(first, end, QUERY_TILE)
+    ]
 
 
 def newest(sequences) -> list:
@@ -179,6 +194,7 @@ def newest(sequences) -> list:
     [
         *((*shape, dtype) for shape in ((3, 16), (1, 80)) for dtype in ("float32", "bfloat16")),
         *((1, 64, "float32"), (2, 64, "bfloat16")),
+        *((1, size, "int8") for size in (16, 64, 80, 128)),
     ],
 )
 def test_decode(heads, size, dtype):
@@ -189,7 +205,10 @@ def test_decode(heads, size, dtype):
 
 @pytest.mark.parametrize(
     ("heads", "size", "dtype"),
-    [(2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")],
+    [
+        *((2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")),
+        *((2, size, "int8") for size in (64, 80, 128)),
+    ],
 )
 def test_a_mixed_step(heads, size, dtype):
     """Whole prompts, the end of one, and single tokens."""
@@ -207,7 +226,7 @@ BORDERS = (0, 1, 62, 63, 64, 65, 76, 95, 121, 127, 128, 129)
 def test_a_token_has_the_same_bits_in_decode_and_in_prefill(dtype):
     attention = Attention(dtype, 1, 16)
     (tokens,) = attention.sequences([130])
-    whole = {"bfloat16": (0, 130), "float32": (58, 130)}[dtype]  # the others take their time
+    whole = (58 if dtype == "float32" else 0, 130)  # the others take their time
     prefilled = attention.prefill([(tokens, *whole)])
     for position in BORDERS:
         if position >= whole[0]:
@@ -217,11 +236,14 @@ def test_a_token_has_the_same_bits_in_decode_and_in_prefill(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "start", "cuts"),
-    [("float32", 60, (64, 66)), ("bfloat16", 0, (1, 63, 64, 66)), ("bfloat16", 0, (40, 104, 129))],
+    [
+        *(("float32", 60, (64, 66)), ("bfloat16", 0, (1, 63, 64, 66)), ("bfloat16", 0, (40, 104, 129))),
+        ("int8", 0, (1, 63, 104, 129)),
+    ],
 )
 def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, start, cuts):
     attention = Attention(dtype, 1, 40)
-    (tokens,) = attention.sequences([130 if dtype == "bfloat16" else 68])
+    (tokens,) = attention.sequences([68 if dtype == "float32" else 130])
     bounds = [start, *cuts, len(tokens.q)]
     parts = [attention.prefill([(tokens, *part)]) for part in itertools.pairwise(bounds)]
     same_bits(np.concatenate(parts), attention.prefill([(tokens, start, len(tokens.q))]))
@@ -265,7 +287,7 @@ def test_a_nan_among_finite_keys_shows(dtype):
     assert np.isnan(attention.prefill([(tokens, 66, 70)])).all()
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_later_scores_dwarf_earlier_ones(dtype):
     """The maximum rises by 1e4 at a block's border: earlier keys have weight 0. Later it may fall as much."""
     attention = Attention(dtype, 1, 16)

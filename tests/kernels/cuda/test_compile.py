@@ -9,7 +9,16 @@ from support.cuda_compile import Compiled, compile_kernel, sm
 from support.cuda_device import FLOATS, INTS, sample_arguments
 from tinygpt.kernels.cuda.draw import DRAW_THREADS, draw_tokens
 from tinygpt.kernels.cuda.jit import WARP
-from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
+from tinygpt.kernels.cuda.kv_cache import (
+    COPY,
+    LAYOUTS,
+    MOVE_THREADS,
+    PUT_THREADS,
+    READ,
+    WRITE,
+    _move_kernel,
+    put_kernel,
+)
 from tinygpt.kernels.cuda.layers.adapters import ADAPT_WARPS, Factors, adapt_kernel
 from tinygpt.kernels.cuda.layers.attention import (
     TILE_WARPS,
@@ -43,6 +52,7 @@ from tinygpt.kernels.cuda.sampling import CHOOSE_THREADS, ProcessorArrays, proce
 pytestmark = pytest.mark.toolchain
 
 DTYPES = ("float32", "bfloat16", "int8")
+CACHES = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # of int8
 SMALLEST, MIDDLE, LARGEST = TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
 CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
@@ -51,6 +61,7 @@ LONGS = np.zeros(8, np.int64)
 WORDS = np.zeros(8, np.uint32)
 SEEDS = np.zeros(8, np.uint64)
 HALVES = np.zeros(8, np.uint16)
+BYTES = np.zeros(8, np.int8)
 NUMBERS = (1, 1, 1)
 DRAW = FLOATS, 5, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
 PROCESS = FLOATS, 5, ProcessorArrays(INTS, INTS, FLOATS, INTS, INTS, INTS, INTS, FLOATS), INTS
@@ -84,14 +95,16 @@ def embed_arguments(dtype: str) -> tuple:
     return FLOATS, 1, INTS, INTS, FLOATS, panels, FLOATS, np.float32(1), FLOATS, 1, 1, INTS
 
 
-def attention_arguments(kernel: str, dtype: str) -> tuple:
+def attention_arguments(kernel: str, dtype: str, is_int8: bool = False) -> tuple:
     values = FLOATS if dtype == "float32" else HALVES
+    caches = 2 * (BYTES if is_int8 else values,)
     return {
         "decode": (
             values,
             INTS,
             FLOATS,
-            *[values] * 3,
+            values,
+            *caches,
             *NUMBERS,
             INTS,
             INTS,
@@ -101,7 +114,7 @@ def attention_arguments(kernel: str, dtype: str) -> tuple:
             FLOATS,
             1,
         ),
-        "prefill": (*[values] * 4, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), FLOATS),
+        "prefill": (values, values, *caches, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), FLOATS),
     }[kernel]
 
 
@@ -116,6 +129,7 @@ def kernels() -> dict[str, tuple]:
         "choose_experts": (choose_kernel(True), CHOOSE_WARPS * WARP, INTS, FLOATS, FLOATS, 4, 2, INTS),
         "sort_pairs": (sort_pairs, SORT_THREADS, *[INTS] * 5, 4, 2, 8, 1, INTS),
         "add_experts": (add_experts, ADD_THREADS, FLOATS, FLOATS, 1, FLOATS, INTS, 2, 1, INTS),
+        "put": (put_kernel("bfloat16"), PUT_THREADS, HALVES, BYTES, BYTES, HALVES, *[1] * 7, *[INTS] * 3),
         "adapt": (adapt_kernel("float32", "gelu"), ADAPT_WARPS * WARP, *adapt_arguments("float32", "gelu")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
         "linear float32": (
@@ -125,7 +139,8 @@ def kernels() -> dict[str, tuple]:
         ),
     }
     for direction in (COPY, READ, WRITE):
-        found[f"move {direction}"] = _move_kernel(direction, True), MOVE_THREADS, HALVES, HALVES, *[1] * 8
+        move = _move_kernel(direction, LAYOUTS["int8"].value_place)
+        found[f"move {direction}"] = move, MOVE_THREADS, BYTES, BYTES, *[1] * 10
     found["gemm float32"] = (
         gemm_kernel("float32", MIDDLE, QKV),
         MIDDLE.threads,
@@ -146,11 +161,12 @@ def kernels() -> dict[str, tuple]:
         found[f"normed_linear {dtype}"] = normed, LINEAR_THREADS, *normed_arguments(dtype, QKV)
         gemm = gemm_kernel(dtype, LARGEST, QKV)
         found[f"gemm {dtype}"] = gemm, LARGEST.threads, *gemm_arguments(dtype, QKV)
-    for dtype in ("float32", "bfloat16"):
-        decode = attend_decode_kernel(128, dtype)
-        prefill = attend_prefill_kernel(128, dtype)
-        found[f"attend_decode {dtype}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", dtype)
-        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", dtype)
+    for dtype, is_int8 in CACHES:
+        kind = dtype, is_int8
+        decode = attend_decode_kernel(128, dtype, is_int8=is_int8)
+        prefill = attend_prefill_kernel(128, dtype, is_int8=is_int8)
+        found[f"attend_decode {kind}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", *kind)
+        found[f"attend_prefill {kind}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", *kind)
     return found
 
 
@@ -280,21 +296,25 @@ def test_products_and_sums_are_fused_alike(epilogue):
 TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "is_int8"), CACHES)
 @pytest.mark.parametrize(
     ("size", "has_slopes"),
     [(64, False), pytest.param(64, True, marks=pytest.mark.slow), (128, False), (128, True)],
 )
-def test_attention_stays_in_registers(size, has_slopes, dtype):
+def test_attention_stays_in_registers(size, has_slopes, dtype, is_int8):
     for name, kernel_of in (("decode", attend_decode_kernel), ("prefill", attend_prefill_kernel)):
         limit = TILE_REGISTERS[dtype, size] + 8 * has_slopes if name == "prefill" else 112
-        kernel = kernel_of(size, dtype, has_slopes)
-        compiled = fitting(limit, kernel, *attention_arguments(name, dtype))
+        kernel = kernel_of(size, dtype, has_slopes, is_int8)
+        compiled = fitting(limit, kernel, *attention_arguments(name, dtype, is_int8))
         assert "ld.global.v4" in compiled.ptx
         assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
         # 16 a block of dims for keys and 16 for values; decode loops over more than two of the latter.
-        products = 16 * (size // 32 + (1 if name == "decode" and size > 64 else size // 32))
-        if name == "prefill" and size <= WHOLE_SIZE:  # whole blocks have a loop of their own
+        loops = name == "decode" and size > 64 and not is_int8
+        products = 16 * (size // 32 + (1 if loops else size // 32))
+        is_shared = name == "prefill" and dtype == "bfloat16" and size <= WHOLE_SIZE and not is_int8
+        assert ("cp.async.cg" in compiled.ptx) == is_shared
+        assert compiled.shared_bytes <= 33 << 10  # three blocks on a multiprocessor, as by registers
+        if is_shared:  # whole blocks have code of their own
             products *= 2
         assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)
 

@@ -16,7 +16,14 @@ from support.cuda_device import INTS
 from support.paths import ROOT
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda import check_model, jit
-from tinygpt.kernels.cuda.device import Device, let_kernels_begin_early, need_compilers, release_of_libnvvm
+from tinygpt.kernels.cuda.device import (
+    MAX_GRAPHS,
+    Device,
+    Graphs,
+    let_kernels_begin_early,
+    need_compilers,
+    release_of_libnvvm,
+)
 from tinygpt.kernels.cuda.jit import (
     BF16,
     DiskCache,
@@ -39,6 +46,14 @@ def test_an_activation_without_a_kernel_is_refused_by_name(monkeypatch):
     monkeypatch.delitem(ACTIVATIONS, "gelu_tanh")
     with pytest.raises(DeviceError, match="has the activation gelu_tanh, which no kernel for a GPU computes"):
         check_model(ModelConfig())
+
+
+def test_the_graph_that_was_used_longest_ago_makes_room():
+    captured = []
+    graphs = Graphs(SimpleNamespace(capture=lambda step: captured.append(step()) or (lambda: None)))
+    for kind in (*range(MAX_GRAPHS), 0, MAX_GRAPHS, 0, 1):
+        graphs.run(kind, lambda kind=kind: kind)
+    assert captured == [*range(MAX_GRAPHS + 1), 1]
 
 
 def missing(*arguments):
@@ -110,6 +125,7 @@ def device(monkeypatch) -> Device:
     device._turn = threading.RLock()
     device._stream = "stream"
     device._granted = {}
+    device._is_capturing = False
     device.grants = []
     monkeypatch.setattr(Device, "_grant", lambda self, *what: self.grants.append(what))
     return device

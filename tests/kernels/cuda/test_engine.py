@@ -1,5 +1,6 @@
 """The engine on a simulated GPU: the reference's tokens, and errors that only a GPU raises."""
 
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,6 +10,7 @@ from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tables import fields, rows
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
+from tinygpt.cli.serve import _try_first
 from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import DeviceError
@@ -151,6 +153,15 @@ def test_256_sequences_at_once(model):
     assert len({tuple(token_ids) for token_ids in found[0]}) > 5
 
 
+def test_a_server_has_captured_steps_of_all_rows(model, device):
+    with load(model) as llm:
+        _try_first(llm, Namespace(device="cuda", look=False, max_num_seqs=4))
+        captured = device.num_captured
+        for temperature in (0, 0.9):
+            llm.generate([[3]] * 3, SamplingParams(max_tokens=9, ignore_eos=True, temperature=temperature))
+    assert device.num_captured == captured
+
+
 def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
     reads, read = [], device.read
     device.read = lambda source, count, at=0: reads.append(count) or read(source, count, at)
@@ -227,8 +238,8 @@ def test_float16_is_to_be_asked_for(model, monkeypatch):
 REFUSED = rows("""
 {"dtype": "int4"} | dtype is 'int4' and device 'cuda' computes in 'float32', 'float16', 'bfloat16', 'int8' only
 {"kv_cache_dtype": "bfloat16"} | must be one of 'auto', 'float32' for float32 weights on device 'cuda'
-{"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16' for int8 weights
-{"dtype": "int8", "kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'
+{"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16', 'int8' for int8 weights
+{"kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'float32' for float32 weights
 """)
 
 

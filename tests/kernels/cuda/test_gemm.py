@@ -127,7 +127,7 @@ def test_a_queued_product_of_a_long_sum_has_the_same_bits():
     expected = normal(count * features, seed=1)
     result = expected.copy()
     run_linear(expected, inputs, weights, 1, features, count, "int8", 8, ADD)
-    products(params, "mlp_proj", 1, result, inputs, Step(StepShape(128, 1, 1, 0), None, workspace), ADD)
+    products(params, "mlp_proj", 1, result, inputs, Step(StepShape(128, 1, 0, 0, 1), None, workspace), ADD)
     assert (bits(result) == bits(expected)).all()
     assert workspace.run_sums.any()
 
@@ -235,7 +235,7 @@ def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name)
     workspace = SimpleNamespace(
         device=device, inputs=SimpleNamespace(sizes=None), every=None, run_sums=None, tile_arrivals=None
     )
-    step = Step(StepShape(tokens, 1, 1, 0), None, workspace)
+    step = Step(StepShape(tokens, 1, 0, 0, 1), None, workspace)
     products(params, "attn_proj", 0, None, None, step, ADD)
     assert launched == [name]
 

@@ -7,7 +7,12 @@ from support.cuda_device import on_a_gpu
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 
-BITS = ["float32", pytest.param("bfloat16", marks=pytest.mark.smoke), "int8"]
+BITS = [
+    ("float32", "auto"),
+    pytest.param("bfloat16", "auto", marks=pytest.mark.smoke),
+    ("int8", "auto"),
+    ("bfloat16", "int8"),
+]
 
 
 @on_a_gpu
@@ -24,15 +29,16 @@ def test_float32_says_on_a_gpu_what_the_cpu_says():
 
 @on_a_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", BITS)
-def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype):
+@pytest.mark.parametrize(("dtype", "cache"), BITS)
+def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype, cache):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(EOS, size=size).tolist() for size in (1, 3, 64, 65, 200, 31, 130, 7, 12)]
     params = SamplingParams(max_tokens=70, ignore_eos=True, temperature=1.0, seed=3)
-    with LLM("demo", dtype=dtype, device="cuda", prefix_cache_seqs=0) as llm:
+    choices = {"dtype": dtype, "kv_cache_dtype": cache, "device": "cuda"}
+    with LLM("demo", **choices, prefix_cache_seqs=0) as llm:
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
         logits = llm.logits(prompts[4])
-    with LLM("demo", dtype=dtype, device="cuda", max_num_seqs=1, max_num_batched_tokens=50) as llm:
+    with LLM("demo", **choices, max_num_seqs=1, max_num_batched_tokens=50) as llm:
         alone = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
         assert (llm.logits(prompts[4]) == logits).all()
     assert together == alone

@@ -12,11 +12,12 @@ import pytest
 
 from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
-from support.tables import fields
+from support.tables import fields, rows
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import LOOKS, Batch
 from tinygpt.kernels.cuda.params import NUMBERS
-from tinygpt.kernels.cuda.workspace import Mirror, bytes_needed
+from tinygpt.kernels.cuda.workspace import MaxShape, Mirror, Queries, bytes_needed
+from tinygpt.kernels.numbers import from_cache
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.tensor import LazyTensor
@@ -26,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 V = 29
 T = 140
 SLOTS = 4
+# By the dtype of weights, and that of the KV cache if it is another.
 TOLERANCE = {"float32": 2e-5, "float16": 0.008, "bfloat16": 0.06, "int8": 0.15}
+INT8_CACHE = "bfloat16 int8"
+TOLERANCE[INT8_CACHE] = TOLERANCE["bfloat16"]
 
 
 def checkpoint_of(**fields) -> Checkpoint:
@@ -45,18 +49,28 @@ def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Model:
-    def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_tokens: int = 150):
+    def __init__(self, backend, checkpoint: Checkpoint, dtypes: str = "float32", num_logits: int = 80):
         self.backend, config = backend, checkpoint.config
+        dtype, cache_dtype = dtypes_of(backend, dtypes)
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(config, SLOTS, T, backend.kv_cache_dtypes(dtype)[0])
-        self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
+        self.cache = backend.new_kv_cache(config, SLOTS, config.n_positions, cache_dtype)
+        self.workspace = backend.new_workspace(config, 150, num_logits, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:
         return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
 
 
-def cuda_model(checkpoint: Checkpoint, dtype: str = "float32") -> Model:
-    return Model(cuda, checkpoint, dtype)
+def dtypes_of(backend, dtypes: str) -> list[str]:
+    (dtype, *cache) = dtypes.split()
+    return [dtype, *(cache or backend.kv_cache_dtypes(dtype)[:1])]
+
+
+def cuda_model(checkpoint: Checkpoint, dtypes: str = "float32") -> Model:
+    return Model(cuda, checkpoint, dtypes)
+
+
+def oracle_of(checkpoint: Checkpoint, dtypes: str = "float32") -> Model:
+    return Model(reference, checkpoint, "float32 int8" if "int8" in dtypes.split()[1:] else "float32")
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
@@ -72,7 +86,7 @@ def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
     checkpoint, n = checkpoint_of(), LENGTHS[dtype]
     ours = cuda_model(checkpoint, dtype)
-    oracle = Model(reference, checkpoint)
+    oracle = oracle_of(checkpoint, dtype)
     for chunks, starts, slots in (
         ([token_ids(n), token_ids(3, 1)], [0, 0], [2, 0]),
         ([token_ids(12, 2), token_ids(1, 3)], [n, 3], [2, 0]),
@@ -130,12 +144,70 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, 
     assert (np.concatenate(parts) == whole).all()
 
 
+@pytest.fixture
+def launches(device, monkeypatch) -> list[tuple[str, tuple | int]]:
+    """The names of kernels and their grids, as they are launched."""
+    found, launch = [], device.launch
+
+    def note(kernel, grid, *arguments, **options) -> None:
+        found.append((kernel.py_func.__name__, grid))
+        launch(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(device, "launch", note)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_tokens_far_on_have_a_launch_of_their_own_and_the_same_bits(dtype, launches):
+    checkpoint = checkpoint_of(n_positions=400, n_layer=1)
+    model = Model(cuda, checkpoint, dtype, num_logits=4)  # tokens are more
+    steps = [([token_ids(1, i)], [start], [i]) for i, start in enumerate((300, 7, 330))]
+    steps.append(([token_ids(3)], [0], [3]))
+    for _, (start,), (slot,) in steps:
+        values = np.random.default_rng(slot).standard_normal((2, 1, 2, start, 8), np.float32)
+        model.backend.write_positions(model.cache, slot, 0, *values)
+    alone = [model.forward(*step) for step in steps]
+    launches.clear()
+    order = 3, 0, 1, 2
+    together = model.forward(*([given for i in order for given in steps[i][part]] for part in range(3)))
+    same_bits(together, np.concatenate([alone[i] for i in order]))
+    grids = {name: grid for name, grid in launches if name.startswith("attend")}
+    assert {name: grid[0] for name, grid in grids.items()} == {"attend_prefill": 1, "attend_decode": 2}
+    assert grids["attend_decode"][2] == 4  # three, rounded up
+    launches.clear()
+    model.forward([steps[1][0][0], steps[3][0][0]], [7, 0], [1, 3])
+    assert [name for name, _ in launches if name.startswith("attend")] == ["attend_prefill"]
+
+
+# New tokens and positions of sequences; then which are lone, and the runs of others.
+KINDS_OF_TOKENS = rows("""
+[1, 1] | [3, 900] | [0, 1] | []
+[1, 3] | [256, 3] | [] | [[0, 1], [1, 4]]
+[1, 3] | [257, 64] | [0] | [[1, 4]]
+[70, 1, 1] | [70, 385, 2] | [70, 71] | [[0, 64], [64, 70]]
+[1, 1, 1, 2] | [900, 900, 900, 2] | [] | [[0, 1], [1, 2], [2, 3], [3, 5]]
+[1, 1, 1] | [9, 9, 9] | [] | [[0, 1], [1, 2], [2, 3]]
+""")
+
+
+@pytest.mark.parametrize(("counts", "lens", "lone", "tiles"), KINDS_OF_TOKENS)
+def test_kinds_of_tokens(counts, lens, lone, tiles):
+    """A step of 2 lone tokens at most."""
+    starts = np.subtract(lens, counts)
+    batch = Batch.of([[0] * count for count in counts], starts, range(len(lens)))
+    queries = Queries.of(batch, MaxShape(100, 2, 2, 1024))
+    assert queries.lone.tolist() == lone
+    assert queries.tiles.tolist() == tiles
+
+
 @pytest.mark.parametrize("family", [{}, EXPERTS], ids=["GPT-2", "experts"])
 def test_a_kind_of_step_is_captured_once(family, device):
     checkpoint = checkpoint_of(n_layer=1, **family)
     model = cuda_model(checkpoint)
     steps = [model.forward([[3]], [i], [0]) for i in range(4)]
     assert device.num_captured == 1
+    model.forward([[3]], [T // 2], [0])
+    assert device.num_captured == 2  # at once, of kernels that have run
     again = cuda_model(checkpoint).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
 
@@ -211,11 +283,11 @@ LOOKED_AT = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", INT8_CACHE])
 def test_all_that_can_be_seen(dtype):
     checkpoint = checkpoint_of()
     recorded = []
-    for model in (cuda_model(checkpoint, dtype), Model(reference, checkpoint)):
+    for model in (cuda_model(checkpoint, dtype), oracle_of(checkpoint, dtype)):
         hooks = Recorder({(kind, layer) for kind in cuda.SEEN for layer in (0, 1)})
         for batch in LOOKED_AT:
             model.backend.forward(model.params, batch, model.cache, model.workspace, hooks)
@@ -225,7 +297,7 @@ def test_all_that_can_be_seen(dtype):
         np.testing.assert_allclose(ours, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
-NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16")
+NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16"), *((kind, INT8_CACHE) for kind in "qkv")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in LOOKS), *NARROW])
@@ -237,7 +309,7 @@ def test_edits_of_all_that_can_be_seen(kind, dtype):
         array[[2, 7]] = 0.5 - array[[2, 7]]
 
     found = []
-    for model in (cuda_model(checkpoint, dtype), Model(reference, checkpoint)):
+    for model in (cuda_model(checkpoint, dtype), oracle_of(checkpoint, dtype)):
         plain, hooks = Recorder({(kind, 0)}, changes=False), Recorder({(kind, 0)}, change)
         given = dataclasses.replace(LOOKED_AT[0], logit_rows=np.arange(8, dtype=np.int32))
         steps = [(given, plain), (given, hooks), (LOOKED_AT[1], Recorder(set()))]
@@ -275,7 +347,7 @@ def test_edits_of_the_stream_and_a_given_one():
     same_bits(found[0][2], found[0][0])  # the head's own bits
 
 
-@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("dtype", [*NUMBERS, INT8_CACHE])
 def test_positions_move_between_slots_and_to_the_host(dtype):
     checkpoint, ids = checkpoint_of(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
@@ -289,12 +361,11 @@ def test_positions_move_between_slots_and_to_the_host(dtype):
     backend.write_positions(cache, 0, 0, k[:, :, :3], v[:, :, :3])
     backend.write_positions(cache, 0, 3, k[:, :, 3:], v[:, :, 3:])
     assert (model.forward([ids[8:]], [8], [0]) == expected).all()
-    oracle = Model(reference, checkpoint)
+    oracle = oracle_of(checkpoint, dtype)
     oracle.forward([ids[:8]], [0], [3])
-    for found, true in zip((k, v), reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
-        values = NUMBERS[dtype].decode(found)
+    as_float32 = [np.float32(from_cache(found)) for found in (k, v)]
+    for values, true in zip(as_float32, reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
         np.testing.assert_allclose(values, true, atol=TOLERANCE[dtype] / 2, rtol=0)
-    as_float32 = map(NUMBERS[dtype].decode, (k, v))
     backend.write_positions(cache, 2, 0, *as_float32)
     assert (model.forward([ids[8:]], [8], [2]) == expected).all()
 
@@ -313,9 +384,8 @@ def test_memory_is_what_was_counted(dtype, family, device, monkeypatch):
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint = checkpoint_of(**family)
-    (kv_cache_dtype,) = cuda.kv_cache_dtypes(dtype)
-    model = Model(cuda, checkpoint, dtype)
-    needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
+    model = cuda_model(checkpoint, dtype)
+    needed = bytes_needed(checkpoint.config, False, *dtypes_of(cuda, dtype), SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
 
@@ -328,17 +398,14 @@ def test_what_is_not_given_stays(device):
     assert mirror.arrays["rows"].tolist() == [-2, -1, 0]
 
 
-def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):
-    launched, launch = [], device.launch
-    monkeypatch.setattr(
-        device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b)
-    )
+def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, launches):
     checkpoint = checkpoint_of(n_embd=64, n_layer=1)
     logits = []
     for shared_bytes in (227 << 10, 1 << 10):
         device.shared_bytes = shared_bytes
         logits.append(cuda_model(checkpoint, "bfloat16").forward([[3]], [0], [1]))
     assert (logits[0] == logits[1]).all()
-    names = [kernel.py_func.__name__ for kernel in launched]
+    names = [name for name, _ in launches]
     assert names.count("normed_linear") == 2  # QKV and c_fc, once
-    assert names.count("layer_norm") == 1 + 3  # before the head, and of the second model each
+    # Before the head, and of the second model each, and the first of its capture, which a new kernel ended.
+    assert names.count("layer_norm") == 1 + 3 + 1

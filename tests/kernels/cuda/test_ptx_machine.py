@@ -181,6 +181,7 @@ def test_a_kernel_of_a_graph_waits_for_the_one_before(kernel, message):
         device.launch(write_first, 1, 1, a, b)
         device.launch(kernel, 1, 1, b, a)
 
+    queue()
     with pytest.raises((AssertionError, PtxError), match=message) if message else nullcontext():
         device.capture(queue)()
 
