@@ -43,6 +43,7 @@ STAGES = 4  # steps of K in shared memory: three are on their way
 SUM_PAD = 8  # float32 between two rows of sums, which spreads a warp's writes over the banks
 COPY_BYTES = 16
 ROW_BYTES = STEP * 2  # of a token's step in shared memory, in bfloat16
+EXCHANGE = 4  # copies: in odd tokens, such parts of a row change places in twos, which lie in different banks
 ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together
 PENDING = STAGES - 2  # groups of copies under way when a step is multiplied
 LONG = 40  # steps of K from which on blocks share a tile: their sums are at most some half of its loads
@@ -239,10 +240,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
 
 @functools.cache
 def _copy_inputs_function(dtype: str, tile: Tile):
-    numbers = DTYPES[dtype].numbers
-    # In odd tokens the halves of a row are exchanged: see _mma_functions.
-    exchange = 4 if numbers.has_mma else 0
-    row_bytes = STEP * numbers.item_bytes
+    row_bytes = STEP * DTYPES[dtype].numbers.item_bytes
     row_copies = row_bytes // COPY_BYTES
     copy_size = STEP * COPY_BYTES // row_bytes
     tokens_at_once = tile.threads // row_copies
@@ -255,7 +253,7 @@ def _copy_inputs_function(dtype: str, tile: Tile):
         token = thread // int32(row_copies)
         chunk = thread % int32(row_copies)
         to = stage + uint32(
-            (token * int32(row_copies) + (chunk ^ token % 2 * int32(exchange))) * int32(COPY_BYTES)
+            (token * int32(row_copies) + (chunk ^ token % 2 * int32(EXCHANGE))) * int32(COPY_BYTES)
         )
         start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(copy_size))
         for i in range(rounds):
@@ -401,7 +399,11 @@ def _load_panels_function(dtype: Dtype, panels: int):
 
 @functools.cache
 def _fma_functions(dtype: str, tile: Tile):
-    """Return the same. Lane 16 t + 4 f + q has each second token from t on, and each fourth feature from f on."""
+    """Return the same. A lane has each second token, each fourth feature, and each fourth four of K, from its own on.
+
+    Of four tokens, lane q holds those of q, q ^ 1, q ^ 2 and q ^ 3 in this order, and keeps the first. In each half of
+    a warp, two lanes of each load have one address: it takes two turns of shared memory rather than four.
+    """
     rows = tile.token_tiles * ROW_TILE // 2
     columns = 2 * tile.panels
     feature_warps = tile.feature_warps
@@ -413,24 +415,23 @@ def _fma_functions(dtype: str, tile: Tile):
     words_size = 4 * columns
 
     @device_function
-    def multiply_four(i, sums, words, row):
+    def multiply_four(i, sums, words, first):
+        q = int32(cuda.threadIdx.x) // int32(4) % int32(4)
         for j in range(4):
-            x = load_shared(row + uint32((4 * i + j) * (2 * row_bytes)))
+            row = first + uint32((q ^ int32(j)) * int32(2 * row_bytes))
+            x = load_shared(row + uint32(4 * i * (2 * row_bytes)))
             for c in range(columns):
                 at = (4 * i + j) * columns + c
                 for k in range(4):
                     sums[at] = cuda.fma(words[c * 4 + k], bits_to_float32(x[k]), sums[at])
 
     @device_function
-    def add_four(i, totals, sums):  # a lane keeps one of four tokens
-        q = int32(cuda.threadIdx.x) % int32(4)
+    def add_four(i, totals, sums):
         for c in range(columns):
-            for j in range(4):
-                value = sums[(4 * i + j) * columns + c]
-                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
-                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
-                if q == j:
-                    totals[i * columns + c] += value
+            at = 4 * i * columns + c
+            near = sums[at] + from_lane(sums[at + columns], 4)
+            far = sums[at + 2 * columns] + from_lane(sums[at + 3 * columns], 4)
+            totals[i * columns + c] += near + from_lane(far, 8)
 
     multiply_rows = unrolled(multiply_four, rows // 4)
     add_segment = unrolled(add_four, rows // 4)
@@ -439,12 +440,9 @@ def _fma_functions(dtype: str, tile: Tile):
     def place():
         """Return the first token and the first feature of a lane, and q."""
         (lane, warp) = lane_and_warp()
-        token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(16)
-        return (
-            token,
-            warp % int32(feature_warps) * int32(4 * columns) + lane // int32(4) % int32(4),
-            lane % int32(4),
-        )
+        token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(2) % int32(2)
+        feature = lane // int32(16) * int32(2) + lane % int32(2)
+        return token, warp % int32(feature_warps) * int32(4 * columns) + feature, lane // int32(4) % int32(4)
 
     def multiply(sums, stage, zero):
         words = cuda.local.array(words_size, float32)
@@ -461,7 +459,8 @@ def _fma_functions(dtype: str, tile: Tile):
                 loaded = load_shared(weights_at + uint32(at))
                 for k in range(4):
                     words[c * 4 + k] = bits_to_float32(loaded[k])
-            multiply_rows(sums, words, row + uint32(part * int32(4 * COPY_BYTES)))
+            chunk = (part ^ token % int32(2)) * int32(4 * COPY_BYTES)
+            multiply_rows(sums, words, row + uint32(chunk))
 
     def write_sums(shared, totals):
         token, feature, q = place()
@@ -470,6 +469,11 @@ def _fma_functions(dtype: str, tile: Tile):
                 shared[(token + 2 * (4 * i + q)) * row_size + feature + 4 * c] = totals[i * columns + c]
 
     return rows * columns, device_function(multiply), add_segment, device_function(write_sums)
+
+
+@device_function
+def from_lane(value, distance):
+    return cuda.shfl_xor_sync(uint32(ALL_LANES), value, distance)
 
 
 @functools.cache

@@ -263,6 +263,12 @@ def test_tiles_stay_in_registers(dtype, tile, epilogue, parts):
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
+@pytest.mark.parametrize("tile", [SMALLEST, MIDDLE])
+def test_four_lanes_share_the_sums_of_four_tokens_by_three_shuffles(tile):
+    compiled = compile_kernel(gemm_kernel("float32", tile, ADD), *gemm_arguments("float32", ADD))
+    assert compiled.ptx.count("shfl.sync.bfly") == 3 * tile.token_tiles * tile.panels * 4
+
+
 @pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, *ACTIVATIONS])
 def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""

@@ -9,7 +9,7 @@ import pytest
 
 from support.cuda_device import SimulatedDevice, heads_of, normal, packed, run_linear, stored
 from support.kernel_tools import unwritten
-from support.ptx_machine import simulate
+from support.ptx_machine import Machine, simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import (
     LONG,
@@ -147,6 +147,26 @@ def test_queries_keys_and_values_go_to_the_same_places(dtype):
         made = getattr(result, name)
         assert (made == getattr(expected, name)).all()
         assert np.count_nonzero(made) >= 0.9 * count * heads * size
+
+
+def test_a_warp_loads_in_two_turns_of_shared_memory(monkeypatch):
+    """float32: a turn reads all banks, for half a warp, if all lanes n and n ^ 1, or n and n ^ 2, have one address."""
+    loads = []
+    load = Machine.load
+
+    def note(machine, space, address, kind, count):
+        if (space, count) == ("shared", 4):
+            loads.append(address.reshape(-1, 32) // 16)
+        return load(machine, space, address, kind, count)
+
+    monkeypatch.setattr(Machine, "load", note)
+    inputs, weights = case(33, 19, 136, "float32")
+    run_gemm(np.zeros(33 * 19, np.float32), inputs, weights, 0, 19, 33, "float32", SMALL, LOGITS)
+    lanes = np.arange(32)
+    for warps in loads:
+        assert any((warps == warps[:, lanes ^ other]).all() for other in (1, 2))
+        assert (np.sort(warps.reshape(-1, 16) % 8) == np.arange(8).repeat(2)).all()
+    assert loads
 
 
 def test_a_token_that_is_not_finite_stays_alone():
