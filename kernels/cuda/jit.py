@@ -112,6 +112,7 @@ def instruction(
     is_pure: bool = False,
     is_convergent: bool = False,
     since: tuple[int, int] = (0, 0),
+    before: str = "",
     **casts: Any,
 ) -> Callable[[Callable], Any]:
     """Make an intrinsic of one instruction, with the name and the parameters of a function.
@@ -119,7 +120,7 @@ def instruction(
     text: in which $0, $1, ... are the result's elements, then the arguments'; or a function of the arguments' types
     is_pure: it touches no memory, so LLVM may move or drop it
     is_convergent: all lanes of a warp take part, so LLVM may not move it into a branch
-    since: the compute capability without which it is left out
+    since: the compute capability without which it is left out, or is `before`
     casts: types of parameters; the others are as given. An array and its index become an address.
     """
 
@@ -130,7 +131,8 @@ def instruction(
             kinds = [casts.get(name, kind) for name, kind in zip(parameters, given, strict=True)]
             asm = text if isinstance(text, str) else text(*given)
             returned = result or given[0].dtype
-            return asm and (returned(*kinds), _generator(asm, returned, is_pure, is_convergent, since))
+            generator = _generator(asm, before, returned, is_pure, is_convergent, since)
+            return asm and (returned(*kinds), generator)
 
         context = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         define.__name__ = named.__name__
@@ -140,11 +142,14 @@ def instruction(
     return make
 
 
-def _generator(asm: str, result: Any, is_pure: bool, is_convergent: bool, since: tuple[int, int]) -> Callable:
+def _generator(
+    asm: str, before: str, result: Any, is_pure: bool, is_convergent: bool, since: tuple[int, int]
+) -> Callable:
     def generate(context, builder, signature, arguments):
         from numba.cuda.core.targetconfig import ConfigStack  # numba-cuda's: Numba itself has none
 
-        if tuple(ConfigStack().top().compute_capability[:2]) < since:
+        text = asm if tuple(ConfigStack().top().compute_capability[:2]) >= since else before
+        if not text:
             return context.get_dummy_value()
         operands = _operands(context, builder, signature, arguments)
         kinds = () if result is types.void else result if isinstance(result, types.BaseTuple) else (result,)
@@ -154,7 +159,7 @@ def _generator(asm: str, result: Any, is_pure: bool, is_convergent: bool, since:
         constraints += [] if is_pure else ["~{memory}"]
         returned = ir.LiteralStructType(outputs) if len(outputs) > 1 else [*outputs, ir.VoidType()][0]
         function_type = ir.FunctionType(returned, [operand.type for operand in operands])
-        function = ir.InlineAsm(function_type, asm, ",".join(constraints), not is_pure)
+        function = ir.InlineAsm(function_type, text, ",".join(constraints), not is_pure)
         found = builder.call(function, operands, attrs=("convergent",) if is_convergent else ())
         if not outputs:
             return context.get_dummy_value()
@@ -296,11 +301,17 @@ def load_shared_pair(address): ...
 def store_shared(address, word): ...
 
 
-@instruction("cp.async.cg.shared.global [$0], [$1], 16;", address=uint32)
-def copy_async(address, array, index): ...
+@instruction(
+    "cp.async.cg.shared.global [$0], [$1], 16;",
+    since=AMPERE,
+    before="{ .reg .b32 a, b, c, d; ld.global.v4.u32 {a,b,c,d}, [$1]; st.shared.v4.u32 [$0], {a,b,c,d}; }",
+    address=uint32,
+)
+def copy_async(address, array, index):
+    """Copy 16 bytes to shared memory; before compute capability 8.0 at once."""
 
 
-@instruction("cp.async.commit_group;")
+@instruction("cp.async.commit_group;", since=AMPERE)
 def commit_copies(): ...
 
 
@@ -310,7 +321,7 @@ def _text_of_wait(pending) -> str | None:
     )
 
 
-@instruction(_text_of_wait)
+@instruction(_text_of_wait, since=AMPERE)
 def wait_for_copies(pending):
     """Wait until at most `pending`, a literal, of this thread's groups are in flight."""
 

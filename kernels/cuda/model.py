@@ -16,7 +16,7 @@ from numba import cuda, int32
 
 from ..backend import no_op
 from ..reference.layers import normalize
-from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
+from .jit import WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache, put_rows
 from .layers.adapters import ADAPT_WARPS, adapt_kernel
 from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
@@ -30,7 +30,7 @@ from .layers.experts import (
     max_tiles,
     sort_pairs,
 )
-from .layers.gemm import gemm_kernel, pick_tile
+from .layers.gemm import gemm_kernel
 from .layers.linear import (
     FUSED_TOKENS,
     LINEAR_THREADS,
@@ -44,6 +44,7 @@ from .layers.linear import (
     steps_ahead,
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from .layers.tiles import pick_tile
 from .looks import Looks
 from .params import DTYPES, GATE, STEP, NormWeights, Params, dtype_of, mlp_order, padded_columns
 from .ranks import READS, gather, place_of
@@ -312,7 +313,7 @@ def products(params: Params, name: str, layer: int, target, inputs, step: Step, 
     count = rows.most
     target, width = place_of(params, name, target, step, epilogue)
     arguments = target, inputs, weights, layer, width, w.inputs.sizes, rows.kind
-    if count > FEW_TOKENS and w.device.capability >= AMPERE:
+    if count > FEW_TOKENS:
         tile, parts = pick_tile(count, weights.features, weights.num_steps, dtype, w.device)
         function = gemm_kernel(dtype, tile, epilogue, parts)
         grid = *tile.grid(count, weights.features), parts

@@ -19,8 +19,8 @@ from .layers.attention import QUERY_TILE
 from .layers.attention_products import KEY_BLOCK
 from .layers.epilogue import ACTIVATIONS
 from .layers.experts import max_tiles
-from .layers.gemm import MAX_SHARED, run_sums_size
 from .layers.linear import TILE_BOUNDS
+from .layers.tiles import MAX_SHARED, run_sums_size
 from .params import DTYPES, padded_columns, params_bytes, share_of
 from .ranks import Ranks
 

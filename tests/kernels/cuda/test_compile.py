@@ -35,7 +35,7 @@ from tinygpt.kernels.cuda.layers.experts import (
     choose_kernel,
     sort_pairs,
 )
-from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, gemm_kernel
+from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     Norm,
@@ -46,6 +46,7 @@ from tinygpt.kernels.cuda.layers.linear import (
     steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.layers.tiles import FMA_TILES, MMA_TILES, ROWS_AT_ONCE
 from tinygpt.kernels.cuda.model import ADVANCE_THREADS, DECODE_WARPS, advance
 from tinygpt.kernels.cuda.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows, take_greatest
 
@@ -53,7 +54,7 @@ pytestmark = pytest.mark.toolchain
 
 DTYPES = ("float32", "bfloat16", "int8")
 CACHES = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # of int8
-SMALLEST, MIDDLE, LARGEST = TILES
+SMALLEST, MIDDLE, LARGEST = MMA_TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
 CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
 DOUBLES = np.zeros(8)
@@ -141,11 +142,9 @@ def kernels() -> dict[str, tuple]:
     for direction in (COPY, READ, WRITE):
         move = _move_kernel(direction, LAYOUTS["int8"].value_place)
         found[f"move {direction}"] = move, MOVE_THREADS, BYTES, BYTES, *[1] * 10
-    found["gemm float32"] = (
-        gemm_kernel("float32", MIDDLE, QKV),
-        MIDDLE.threads,
-        *gemm_arguments("float32", QKV),
-    )
+    for tile in FMA_TILES:
+        gemm = gemm_kernel("float32", tile, QKV)
+        found[f"gemm float32 {tile}"] = gemm, tile.threads, *gemm_arguments("float32", QKV)
     for dtype in ("bfloat16", "int8"):
         found[f"linear {dtype}"] = (
             linear_kernel(dtype, 8, QKV, 2),
@@ -264,19 +263,25 @@ def test_layer_norm_and_embedding_compile(dtype):
 
 # With 128 registers two blocks of 256 threads have room on a multiprocessor. A tile of 128 tokens has it to itself:
 # a lane has 128 registers of sums, and up to 255 in all.
-TILES_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
+TILES_REGISTERS = dict(zip(MMA_TILES, (80, 128, 248), strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("tile", "epilogue", "parts"),
-    [*((tile, QKV, 1) for tile in TILES), (MIDDLE, ADD, 1), (MIDDLE, ADD, 4), (LARGEST, "gelu_tanh", 1)],
+    [*((tile, QKV, 1) for tile in MMA_TILES), (MIDDLE, ADD, 1), (MIDDLE, ADD, 4), (LARGEST, "gelu_tanh", 1)],
 )
 def test_tiles_stay_in_registers(dtype, tile, epilogue, parts):
     kernel = gemm_kernel(dtype, tile, epilogue, parts)
     compiled = fitting(TILES_REGISTERS[tile], kernel, *gemm_arguments(dtype, epilogue))
     assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
     assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+@pytest.mark.parametrize("tile", FMA_TILES)
+def test_four_lanes_share_the_sums_of_four_tokens_by_three_shuffles(tile):
+    compiled = fitting(248, gemm_kernel("float32", tile, ADD), *gemm_arguments("float32", ADD))
+    assert compiled.ptx.count("shfl.sync.bfly") == 3 * tile.lane_sums
 
 
 @pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, *ACTIVATIONS])

@@ -35,9 +35,10 @@ from tinygpt.kernels.cuda.jit import (
 )
 from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
-from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
+from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
 from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
 from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
+from tinygpt.kernels.cuda.layers.tiles import FMA_TILES, MMA_TILES
 from tinygpt.kernels.kernel_cache import KernelCache
 from tinygpt.weights.config import ModelConfig
 
@@ -247,10 +248,10 @@ EPILOGUES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
 def kernels():
     for dtype, epilogue in itertools.product(("bfloat16", "int8"), EPILOGUES):
         yield normed_linear_kernel(dtype, 768, epilogue)
-        yield from (gemm_kernel(dtype, tile, epilogue) for tile in TILES)
+        yield from (gemm_kernel(dtype, tile, epilogue) for tile in MMA_TILES)
         yield from (linear_kernel(dtype, octets, epilogue, 2) for octets in (1, 2, 4, 8))
     yield from (linear_kernel("float32", 1, epilogue, 1) for epilogue in EPILOGUES)
-    yield from (gemm_kernel("float32", tile, epilogue) for tile in TILES for epilogue in EPILOGUES)
+    yield from (gemm_kernel("float32", tile, epilogue) for tile in FMA_TILES for epilogue in EPILOGUES)
     for dtype in ("float32", "bfloat16"):
         yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
         yield from (
@@ -267,14 +268,15 @@ def test_each_kernel_has_a_description_of_its_own():
 
 def test_a_description_is_the_same_in_another_process():
     script = (
-        "from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel;"
+        "from tinygpt.kernels.cuda.layers.gemm import gemm_kernel;"
+        "from tinygpt.kernels.cuda.layers.tiles import MMA_TILES;"
         "from tinygpt.kernels.cuda.jit import describe;"
-        "print(describe(gemm_kernel('int8', next(iter(TILES)), 'relu').py_func))"
+        "print(describe(gemm_kernel('int8', next(iter(MMA_TILES)), 'relu').py_func))"
     )
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == describe(gemm_kernel("int8", next(iter(TILES)), "relu").py_func)
+    assert result.stdout.strip() == describe(gemm_kernel("int8", next(iter(MMA_TILES)), "relu").py_func)
 
 
 class FakeKernel:
