@@ -244,17 +244,20 @@ def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
 
 
 def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
-    for model, expected in ((tiny_int8, "Int8Weight"), (source, "Float32Weight")):
-        with LLM(model, max_num_seqs=1) as llm:
-            assert type(llm.engine.runner._params.c_fc.weight).__name__ == expected
-    with LLM(tiny_int8, dtype="int8", max_num_seqs=1) as llm:
-        assert llm.logits([1, 2]).shape == (2, tiny_checkpoint.V)
+    for *args, expected in ((tiny_int8, "int8"), (tiny_int8, "int8", "int8"), (source, "float32")):
+        assert ModelSource.open(LLMArgs(*args)).dtype == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_another_dtype_is_refused(tiny_int8, dtype):
     with pytest.raises(RequestError, match="is converted to 'int8'"):
         LLM(tiny_int8, dtype=dtype)
+
+
+def test_a_dtype_that_this_cpu_lacks_is_not_unpacked(tiny_int8, monkeypatch):
+    monkeypatch.setattr("tinygpt.kernels.cpu.DTYPES", ("float32",))
+    with pytest.raises(RequestError, match="'int8' and device 'cpu' computes in 'float32' only"):
+        LLM(tiny_int8, device="reference")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -209,14 +209,15 @@ def name_of(backend: ModuleType) -> str:
 
 
 def _unpacked(checkpoint: PackedCheckpoint) -> UnpackedCheckpoint:
-    packed = load_backend("cpu", "auto").PACKED
+    packed = load_backend("cpu", checkpoint.dtype).PACKED
     arrays = _packed_arrays(checkpoint, packed)
     return checkpoint.unpacked(partial(packed.parameter_of, arrays, checkpoint.config, checkpoint.dtype))
 
 
 def _packed_arrays(checkpoint: PackedCheckpoint, packed: Any) -> dict[str, np.ndarray]:
-    layout = packed.layout_of(checkpoint.config, checkpoint.dtype, checkpoint.tied)
-    return checkpoint.arrays(layout, packed.PACKING)
+    return checkpoint.arrays(
+        packed.layout_of(checkpoint.config, checkpoint.dtype, checkpoint.tied), packed.PACKING
+    )
 
 
 def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
