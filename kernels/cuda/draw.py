@@ -4,7 +4,7 @@ A filter sets the scores that it removes to -inf. Masses are integers, whose sum
 probabilities in units of 2**-62, and weights, exponentials of scores, in units that keep every sum below 2**63.
 
 Exponentials are sums of two float32, off by less than 2**-43, as many GPUs have a float64 unit for 64 of float32.
-Of 1e9 draws from 50257 tokens a few differ from the reference's, by what its sums and these round.
+Of 1e9 usual draws from 50257 tokens a few differ from the reference's, by what its sums and these round.
 """
 
 import functools
