@@ -24,6 +24,7 @@ from numba.cuda.extending import intrinsic
 from ..kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
 
 SOURCES = Path(__file__).resolve().parent
+OTHERS = (SOURCES.parent / "numbers.py",)  # which kernels import
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
@@ -102,7 +103,7 @@ def describe(function: Callable) -> str:
 @functools.cache
 def kernel_cache() -> KernelCache:
     build = [metadata.version(name) for name in COMPILERS], sys.version, __debug__
-    return open_cache(f"cuda-{fingerprint(SOURCES, build)}")
+    return open_cache(f"cuda-{fingerprint(SOURCES, build, OTHERS)}")
 
 
 def instruction(

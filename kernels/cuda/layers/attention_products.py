@@ -59,7 +59,7 @@ class Products:
     load_values: Callable  # (held (value_words,), v_cache, start, newest, lane)
     weigh_values: Callable  # (sums (rows, dims), packed, held, v_cache, start, block, newest, lane)
     store: Callable  # (attended, index, value)
-    scale_weights: Callable | None = None  # (weights, newest, v_cache, start, lane, is_whole): all LIFT times
+    scale_weights: Callable | None = None  # (weights, newest, v_cache, start, lane): all LIFT times
 
     @property
     def queries(self) -> int:
@@ -153,14 +153,14 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
                 scores[k + 2] = high[i] * scales[2 + i % 2]
 
     @device_function
-    def scale_weights(weights, newest, v_cache, start, lane, is_whole):
+    def scale_weights(weights, newest, v_cache, start, lane):
         for step in range(STEPS):
             scales = _load_scales(v_cache, start, step, lane)
             for r in range(rows):
                 last = int32(newest[r] - 2 * (lane & 3) - 16 * step)
                 for i in range(4):
                     k = r * 2 * TILES + 4 * step + i
-                    is_seen = is_whole or i // 2 * 8 + i % 2 <= last  # else the scale may be NaN
+                    is_seen = i // 2 * 8 + i % 2 <= last  # else the scale may be NaN
                     weights[k] = weights[k] * (scales[i] * float32(LIFT)) if is_seen else float32(0)
 
     @device_function
@@ -406,7 +406,7 @@ def weigh_keys_function(products: Products, has_slopes: bool, is_whole: bool = F
                 whole += cuda.shfl_xor_sync(uint32(ALL_LANES), whole, 1 << step)
             total[r] = whole * float32(LIFT) if HAS_SCALES else whole
         if HAS_SCALES:
-            scale_weights(scores, newest, v_cache, start, lane, is_whole)
+            scale_weights(scores, newest, v_cache, start, lane)
         pack_weights(packed, scores)
 
     return weigh_keys

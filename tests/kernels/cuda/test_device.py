@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,12 +15,14 @@ from numba import cuda, float32, int32
 from support.cuda_compile import compile_kernel, llvm_of
 from support.cuda_device import INTS
 from support.paths import ROOT
+from tinygpt.kernels import numbers
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda import check_model, jit
 from tinygpt.kernels.cuda.device import (
     MAX_GRAPHS,
     Device,
     Graphs,
+    NewKernel,
     let_kernels_begin_early,
     need_compilers,
     release_of_libnvvm,
@@ -142,6 +145,24 @@ def test_what_a_launch_asks_for_is_granted_beside_what_the_kernel_has_of_its_own
         ((3,), 64, "stream", 33 << 10, np.int32(7)),
     ]
     assert [(granted, size) for granted, _, size in device.grants] == [(kernel, 33 << 10)]
+
+
+def test_a_kernel_that_failed_to_start_is_not_captured(device):
+    """As by Ctrl-C while it is compiled."""
+    kernel = Kernel()
+    launches, kernel.launches = kernel.launches, None
+    with pytest.raises(AttributeError):
+        device.launch(kernel, 1, 1)
+    kernel.launches = launches
+    device._is_capturing = True
+    with pytest.raises(NewKernel):
+        device.launch(kernel, 1, 1)
+
+
+def test_a_cached_kernel_has_the_constants_of_numbers(monkeypatch):
+    monkeypatch.setattr(jit, "fingerprint", lambda sources, build, *others: others)
+    monkeypatch.setattr(jit, "open_cache", str)
+    assert str(Path(numbers.__file__).resolve()) in jit.kernel_cache.__wrapped__()
 
 
 @pytest.mark.toolchain
