@@ -137,6 +137,7 @@ def test_a_queued_product_of_a_long_sum_has_the_same_bits():
         device=device,
         inputs=SimpleNamespace(sizes=np.array([count], np.int32)),
         every=None,
+        ranks=None,
         run_sums=np.zeros(run_sums_size(device), np.float32),
         tile_arrivals=np.zeros(device.multiprocessors, np.uint32),
     )
@@ -270,7 +271,12 @@ def test_many_tokens_have_tiles(tokens, name):
         dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8)
     )
     workspace = SimpleNamespace(
-        device=device, inputs=SimpleNamespace(sizes=None), every=None, run_sums=None, tile_arrivals=None
+        device=device,
+        inputs=SimpleNamespace(sizes=None),
+        every=None,
+        ranks=None,
+        run_sums=None,
+        tile_arrivals=None,
     )
     step = Step(StepShape(tokens, 1, 0, 0, 1), None, workspace)
     products(params, "attn_proj", 0, None, None, step, ADD)
