@@ -256,7 +256,7 @@ def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.
     # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
     update = np.einsum("or,ri->oi", b, a)
     update *= scale
-    return update.T if is_in_out else update
+    return np.ascontiguousarray(update.T if is_in_out else update)  # which kernels are made for
 
 
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
