@@ -48,7 +48,9 @@ def test_objects_are_of_these_sources():
 
 
 @NEEDS_OBJECTS
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "int4"))]
+)
 def test_bits_are_those_of_numba_which_is_not_imported(dtype):
     found, has_numba = run(dtype)
     expected, _ = run(dtype, TINYGPT_KERNELS="compile")
