@@ -86,7 +86,7 @@ def test_embeddings_are_pooled_last_hidden_states(llm, pooling, pool):
 demo = opened("demo", max_num_seqs=2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_other_dtypes_are_near(demo, dtype):
     """Their KV cache holds bfloat16."""
     ids = demo.tokenizer.encode("Once upon a time there was a little house in the woods")
