@@ -247,7 +247,7 @@ def test_a_prefix_of_a_file_becomes_int8(tuned):
     """Its keys and values are float32 there: they are quantised as the kernel quantises those it computes."""
 
     def log_probabilities(cache: str, name: str | None) -> np.ndarray:
-        with LLM(tuned.base, dtype="int8", kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:
+        with LLM(tuned.base, kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:
             (output,) = llm.generate([ids_of(20)], params_of(name, max_tokens=1, prompt_logprobs=V))
         return table(output.prompt_logprobs[1:])
 
