@@ -38,6 +38,7 @@ def all_logprobs(llm, **fields):
     return np.array([[row[i] for i in range(90)] for row in rows]), output.outputs[0].token_ids
 
 
+@pytest.mark.slow  # compiles a step of its own
 def test_adapters_compute_in_float16_as_in_float32(base, adapters):
     """Weights of float16 take the same float32 activations, and adapters stay float32: the difference is rounding."""
     found = []
