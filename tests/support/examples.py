@@ -13,8 +13,10 @@ def choose(is_slow: bool) -> None:
     settings.load_profile(ALL if is_slow else SOME)
 
 
+def are_all() -> bool:
+    return settings.default.max_examples == settings.get_profile(ALL).max_examples
+
+
 def examples(count: int) -> int:
     """For a property that is not tried with as many as others."""
-    return (
-        count if settings.default.max_examples == settings.get_profile(ALL).max_examples else -(-count // 3)
-    )
+    return count if are_all() else -(-count // 3)
