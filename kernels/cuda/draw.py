@@ -2,8 +2,6 @@
 
 A filter sets the scores that it removes to -inf. Masses are integers, whose sum does not depend on the order:
 probabilities in units of 2**-62, and weights, exponentials of scores, in units that keep every sum below 2**63.
-
-Exponentials are sums of two float32, off by less than 2**-43, as many GPUs have a float64 unit for 64 of float32.
 Of 1e9 usual draws from 50257 tokens a few differ from the reference's, by what its sums and these round.
 """
 
@@ -14,6 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
+from .exponentials import (
+    EXPONENT_BIAS,
+    MANTISSA_BITS,
+    ONE,
+    POWERS,
+    POWERS_SIZE,
+    ZERO,
+    in_units,
+    power_of_2,
+    weight_of,
+    write_power,
+)
 from .jit import (
     ALL_LANES,
     MAX_WARPS,
@@ -31,35 +41,17 @@ from .jit import (
     warp_cumulated,
     warp_sum,
 )
+from .philox import multiply_high, random_fraction
 
 DRAW_THREADS = 512
 BLOCKS_AT_ONCE = 1  # of a multiprocessor: for two, each with half of its registers, the compiler spills some
 NUM_SETTINGS = 4
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(NUM_SETTINGS)
 
-# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-MULTIPLIER_0 = 0xD2E7470EE14C6C93
-MULTIPLIER_1 = 0xCA5A826395121157
-INCREMENT_0 = 0x9E3779B97F4A7C15
-INCREMENT_1 = 0xBB67AE8584CAA73B
-ROUNDS = 10
-UNUSED_BITS = 11  # a float64 in [0, 1) has 53
-
-UNIT_BITS, UPPER_BITS = 62, 31
+UNIT_BITS = 62
 UNITS = 2.0**UNIT_BITS
-UPPER_UNITS = np.float32(2.0**UPPER_BITS)
 WEIGHT_BITS, SUM_BITS = 53, 63  # at most, of a weight of 1 and of a vocabulary's sum
-LEAST_EXPONENT = np.float32(-87)  # exp of less needs an exponent that float32 lacks
-POWER_BITS = 5
-POWERS = 1 << POWER_BITS  # a bank of shared memory for each
-POWERS_SIZE = 2 * POWERS
-STEP_LOG = math.log(2) / POWERS
-STEP = np.float32(STEP_LOG)
-STEP_REST = np.float32(STEP_LOG - float(STEP))
-STEPS = np.float32(1 / STEP_LOG)
-ZERO, HALF, ONE, SIXTH, SHARE_4, SHARE_5 = map(np.float32, (0, 1 / 2, 1, 1 / 6, 1 / 24, 1 / 120))
 MINUS_INFINITY = np.float32(-math.inf)
-MANTISSA_BITS, EXPONENT_BIAS = 23, 127
 # exp(-104) is 0 in float32.
 BUCKETS = 1024
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
@@ -68,8 +60,6 @@ DIGITS = 256
 KEY_BITS = 32
 SIGN = 0x80000000
 ALL_ONES = 0xFFFFFFFF
-LOW_HALF = 0xFFFFFFFF
-HALF_BITS = 32
 ID_BITS = 31
 ALL_IDS = (1 << ID_BITS) - 1
 
@@ -216,26 +206,6 @@ def _cut_off(row, greatest, inverse_total, threshold):
 
 
 @device_function
-def random_fraction(seed, sample_index, position):
-    """Return the reference's `uniform` as a uint64, in units of 2**-64."""
-    a = uint64(position) + uint64(1)
-    b = uint64(0)
-    c = uint64(0)
-    d = uint64(0)
-    key_0, key_1 = uint64(seed), uint64(sample_index)
-    for _ in range(ROUNDS):
-        a, b, c, d = (
-            multiply_high(uint64(MULTIPLIER_1), c) ^ b ^ key_0,
-            uint64(MULTIPLIER_1) * c,
-            multiply_high(uint64(MULTIPLIER_0), a) ^ d ^ key_1,
-            uint64(MULTIPLIER_0) * a,
-        )
-        key_0 = key_0 + uint64(INCREMENT_0)
-        key_1 = key_1 + uint64(INCREMENT_1)
-    return a >> uint64(UNUSED_BITS) << uint64(UNUSED_BITS)
-
-
-@device_function
 def key_of(value):
     """Return a uint32 that orders as the float32 `value` does, -0 like 0."""
     bits = uint32(0) if value == float32(0) else float32_to_bits(value)
@@ -258,72 +228,6 @@ def rank_of(key, index):
 @device_function
 def index_of(rank):
     return int64(ALL_IDS) - (rank & int64(ALL_IDS))
-
-
-@device_function
-def multiply_high(x, y):
-    """Return the upper 64 bits of x * y."""
-    low, bits = uint64(LOW_HALF), uint64(HALF_BITS)
-    x_low = x & low
-    x_high = x >> bits
-    y_low = y & low
-    y_high = y >> bits
-    middle = x_high * y_low + (x_low * y_low >> bits)
-    other = x_low * y_high + (middle & low)
-    return x_high * y_high + (middle >> bits) + (other >> bits)
-
-
-@device_function
-def power_of_2(exponent):
-    return bits_to_float32(uint32(exponent + EXPONENT_BIAS << MANTISSA_BITS))
-
-
-@device_function
-def in_units(high, low, bits):
-    """Return high + low, from 0 to 1, in units of 2**-bits. Many GPUs are slow to make an int64 of a float."""
-    scaled = high * UPPER_UNITS
-    upper = uint32(scaled)
-    rest = cuda.fma(low, UPPER_UNITS, scaled - float32(upper))
-    bits -= UPPER_BITS
-    lower = cuda.libdevice.float2int_rn(rest * power_of_2(bits))
-    return (int64(upper) << int64(bits)) + int64(lower)
-
-
-@device_function
-def write_power(powers, i):
-    power = math.exp(STEP_LOG * i)
-    powers[i] = float32(power)
-    powers[POWERS + i] = float32(power - float64(powers[i]))
-
-
-@device_function
-def weight_of(score, greatest, powers):
-    """Return exp(score - greatest) as (high + low) * 2**exponent, and the exponent."""
-    high = score - greatest
-    if high < LEAST_EXPONENT:
-        return ZERO, ZERO, int32(0)
-    back = high - score
-    low = (score - (high - back)) - (greatest + back)
-    # high + low = number * log(2) / POWERS + x + rest
-    number = cuda.libdevice.float2int_rn(high * STEPS)
-    step = float32(number)
-    product = rounded_product(step, STEP)
-    x = high - product
-    rest = cuda.fma(step, -STEP_REST, low - cuda.fma(step, STEP, -product))
-    # upper + lower = exp(x + rest) - 1
-    square = rounded_product(x, x)
-    upper = cuda.fma(square, HALF, x)
-    cubic = cuda.fma(x, cuda.fma(x, SHARE_5, SHARE_4), SIXTH)
-    lower = cuda.fma(rounded_product(x, square), cubic, cuda.fma(upper, rest, rest))
-    lower = cuda.fma(cuda.fma(x, x, -square), HALF, lower)
-    lower += cuda.fma(square, HALF, x - upper)
-    i = number & (POWERS - 1)
-    power = powers[i]
-    product = rounded_product(power, upper)
-    rest = cuda.fma(power, lower, cuda.fma(power, upper, -product))
-    rest = cuda.fma(powers[POWERS + i], upper, rest + powers[POWERS + i])
-    high = power + product
-    return high, rest + (product - (high - power)), number >> POWER_BITS
 
 
 @device_function

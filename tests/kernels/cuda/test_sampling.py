@@ -16,17 +16,10 @@ from support.ptx_machine import simulate
 from support.tables import column
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.device import Graphs
-from tinygpt.kernels.cuda.draw import (
-    POWERS,
-    POWERS_SIZE,
-    UNITS,
-    draw_tokens,
-    least_mass_above,
-    random_fraction,
-    weight_of,
-    write_power,
-)
+from tinygpt.kernels.cuda.draw import UNITS, draw_tokens, least_mass_above
+from tinygpt.kernels.cuda.exponentials import POWERS, POWERS_SIZE, weight_of, write_power
 from tinygpt.kernels.cuda.jit import kernel
+from tinygpt.kernels.cuda.philox import random_fraction
 from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
 from tinygpt.kernels.cuda.workspace import MaxShape, new_sampling_buffers
 from tinygpt.kernels.numbers import Warpers
