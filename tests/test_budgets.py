@@ -13,16 +13,16 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 330_100,
-    "tokens for 100 lines": 964,
-    "modules": 209,
+    "tokens": 337_200,
+    "tokens for 100 lines": 966,
+    "modules": 214,
     "modules under 60 lines": 1,
-    "tokens of tests": 342_700,
+    "tokens of tests": 348_000,
     "tokens for 100 lines of tests": 1_083,
-    "lines of READMEs": 1_356,
-    "words of prose for 100 lines of code": 138,
-    "modules that `generate` imports": 92,
-    "kB of object code": 1_120,
+    "lines of READMEs": 1_366,
+    "words of prose for 100 lines of code": 139,
+    "modules that `generate` imports": 93,
+    "kB of object code": 1_100,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
-from .exponentials import (
+from .draw_arithmetic import (
     EXPONENT_BIAS,
     MANTISSA_BITS,
     ONE,
@@ -20,7 +20,9 @@ from .exponentials import (
     POWERS_SIZE,
     ZERO,
     in_units,
+    multiply_high,
     power_of_2,
+    random_fraction,
     weight_of,
     write_power,
 )
@@ -41,7 +43,6 @@ from .jit import (
     warp_cumulated,
     warp_sum,
 )
-from .philox import multiply_high, random_fraction
 
 DRAW_THREADS = 512
 BLOCKS_AT_ONCE = 1  # of a multiprocessor: for two, each with half of its registers, the compiler spills some

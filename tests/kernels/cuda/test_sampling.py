@@ -17,9 +17,8 @@ from support.tables import column
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.device import Graphs
 from tinygpt.kernels.cuda.draw import UNITS, draw_tokens, least_mass_above
-from tinygpt.kernels.cuda.exponentials import POWERS, POWERS_SIZE, weight_of, write_power
+from tinygpt.kernels.cuda.draw_arithmetic import POWERS, POWERS_SIZE, random_fraction, weight_of, write_power
 from tinygpt.kernels.cuda.jit import kernel
-from tinygpt.kernels.cuda.philox import random_fraction
 from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
 from tinygpt.kernels.cuda.workspace import MaxShape, new_sampling_buffers
 from tinygpt.kernels.numbers import Warpers
