@@ -159,6 +159,7 @@ def test_a_kernel_that_failed_to_start_is_not_captured(device):
         device.launch(kernel, 1, 1)
 
 
+@pytest.mark.toolchain
 def test_a_cached_kernel_has_the_constants_of_numbers(monkeypatch):
     monkeypatch.setattr(jit, "fingerprint", lambda sources, build, *others: others)
     monkeypatch.setattr(jit, "open_cache", str)
