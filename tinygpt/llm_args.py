@@ -106,7 +106,8 @@ class LLMArgs:
         DTYPE,
         "DTYPE",
         "precision of the KV cache: float32, bfloat16 or int8; "
-        "auto is float32 for float32 and float16 weights, otherwise bfloat16",
+        "auto is float32 for float32 and float16 weights, otherwise bfloat16; "
+        "on a GPU, float16 weights have float16, and float32 weights no other",
     )
     max_num_batched_tokens: int | None = argument(
         None,

@@ -3,7 +3,7 @@
     python tests/support/fake_gpu.py FOLDER 8.6 generate --device cuda "Once"   # tinygpt's command, on an RTX 30
     pytest -p support.fake_gpu -m gpu ...                                       # in environment(FOLDER, "8.6")
 
-Needs gcc and the extra `cuda`.
+Needs gcc and the extras `cuda` and `test`. Each instruction of a kernel takes microseconds: a text takes minutes.
 """
 
 import ctypes
@@ -36,6 +36,7 @@ def environment(folder: Path, capability: str) -> dict[str, str]:
     """Compile the driver into a folder. Return the environment of a process that loads it and keeps kernels there."""
     from cuda.pathfinder import find_nvidia_header_directory
 
+    folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libcuda.so.1"
     if not library.exists():
         flags = ["-shared", "-fPIC", "-O1", "-I", str(find_nvidia_header_directory("cudart"))]
