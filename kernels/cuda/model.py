@@ -55,6 +55,7 @@ from .workspace import (
     NUM_STEPS_DONE,
     NUM_TOKENS,
     READ_STEPS,
+    Queries,
     StepShape,
     Workspace,
     fill,
@@ -89,8 +90,8 @@ class Rows:
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
-    step = Step(StepShape.of(batch, workspace.max_shape), kv_cache, workspace)
-    begin(params, workspace, batch)
+    queries = begin(params, workspace, batch)
+    step = Step(StepShape.of(batch, queries, workspace.max_shape), kv_cache, workspace)
     if look is not None:
         queue_step(params, step, Looks(look, params, batch, kv_cache, workspace), look.first)
     elif workspace.ranks is not None:  # which meet on the host
@@ -100,11 +101,11 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.share.vocab_size)
 
 
-def begin(params: Params, workspace: Workspace, batch) -> None:
-    fill(workspace, batch)
+def begin(params: Params, workspace: Workspace, batch) -> Queries:
     if params.adapters is not None:
         _ = workspace.sums  # memory cannot be had during a capture
         workspace.device.write(params.adapters.on_device, params.adapters.of_slot)
+    return fill(workspace, batch)
 
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
@@ -391,7 +392,8 @@ def multi_step(
 ) -> Iterable[np.ndarray]:
     """Queue all steps at once, in spite of `ends`. Return the tokens (S,) of each."""
     draws = warpers, seeds, sample_indices, batch.context_lens
-    step = Step(StepShape.of(batch, workspace.max_shape, num_steps), kv_cache, workspace)
+    queries = begin(params, workspace, batch)
+    step = Step(StepShape.of(batch, queries, workspace.max_shape, num_steps), kv_cache, workspace)
     return _queued_steps(params, step, batch, draws, num_steps)
 
 
@@ -400,7 +402,6 @@ def _queued_steps(params: Params, step: Step, batch, draws: tuple, num_steps: in
     s = w.sampling
     count = batch.token_ids.size
     greedy = is_greedy(draws[0])
-    begin(params, w, batch)
     if not greedy:
         s.write(np.arange(count), *draws)
 

@@ -99,9 +99,8 @@ class StepShape:
     tiles: int
 
     @classmethod
-    def of(cls, batch: Any, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
+    def of(cls, batch: Any, queries: Queries, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
         """num_steps: steps of this shape, each with one more position."""
-        queries = Queries.of(batch, max_shape)
         lone = min(rounded_up(queries.lone.size), max_shape.decode_tokens)
         positions = int(batch.context_lens.max()) + num_steps - 1 if lone else 0  # no run has more
         key_blocks = min(rounded_up(-(-positions // KEY_BLOCK)), max_shape.max_blocks)
@@ -328,7 +327,8 @@ def check_memory(*sizes, shares: Sequence[RankShare | None] = (None,), free: int
         )
 
 
-def fill(workspace: Workspace, batch) -> None:
+def fill(workspace: Workspace, batch) -> Queries:
+    """Copy a batch to the device."""
     mirror = workspace.inputs.mirror
     queries = Queries.of(batch, workspace.max_shape)
     num_tokens = batch.token_ids.size
@@ -347,6 +347,7 @@ def fill(workspace: Workspace, batch) -> None:
         tiles=queries.tiles,
     )
     workspace.device.write(workspace.embeds, batch.embeds)
+    return queries
 
 
 def stream_of(workspace: Workspace, count: int) -> np.ndarray:
