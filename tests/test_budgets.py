@@ -13,7 +13,7 @@ from support.paths import ROOT
 OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 337_200,
+    "tokens": 337_300,
     "tokens for 100 lines": 966,
     "modules": 214,
     "modules under 60 lines": 1,

@@ -34,6 +34,8 @@ from ..jit import (
 from ..params import LOAD_BYTES, Numbers
 
 KEY_BLOCK = 64  # positions
+KEY_TILES = KEY_BLOCK // 8  # columns of an mma
+KEY_STEPS = KEY_BLOCK // 16  # of K of an mma
 DIM_BLOCK = 32
 LOADS = 8  # that a lane asks for together
 CHUNK = 8  # numbers of 16 bits that a lane loads, or copies to shared memory
@@ -87,21 +89,8 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
 
     The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
     """
-    mma = numbers.mma
     pack = numbers.pack
-    expand = numbers.expand
     BLOCKS = size // DIM_BLOCK
-    TILES = KEY_BLOCK // 8
-    STEPS = KEY_BLOCK // 16
-    WORDS = 4 if is_int8 else 8  # of a lane's values, for a step and a block
-    IS_PAIRED = rows == 2
-    HOLDS_VALUES = rows == 1 and BLOCKS * WORDS <= 16  # in registers, during the products of keys
-
-    @device_function
-    def operand(words, first):
-        if IS_PAIRED:
-            return four(words, first)
-        return words[first], uint32(0), words[first + 2], uint32(0)
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
@@ -112,6 +101,49 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
                 loaded = load_cached(q, at + block * DIM_BLOCK)
                 for k in range(4):
                     words[8 * block + 2 * k + r] = loaded[k]
+
+    @device_function
+    def scale_weights(weights, newest, v_cache, start, lane):
+        for step in range(KEY_STEPS):
+            scales = _load_scales(v_cache, start, step, lane)
+            for r in range(rows):
+                last = int32(newest[r] - 2 * (lane & 3) - 16 * step)
+                for i in range(4):
+                    k = r * 2 * KEY_TILES + 4 * step + i
+                    is_seen = i // 2 * 8 + i % 2 <= last  # else the scale may be NaN
+                    weights[k] = weights[k] * (scales[i] * float32(LIFT)) if is_seen else float32(0)
+
+    @device_function
+    def pack_weights(packed, weights):
+        for i in range(4 * KEY_STEPS):  # step i // 4 of 16 keys, row i % 2, keys 8 (i // 2 % 2) on
+            if i % 2 < rows:
+                k = i % 2 * 2 * KEY_TILES + i // 2 * 2
+                packed[i] = pack(weights[k], weights[k + 1])
+
+    kind = size, rows, numbers, is_int8, is_shared
+    multiply_keys = _keys_function(*kind)
+    value_words, *of_values = _value_functions(*kind)
+    counts = rows, 4, 8 * BLOCKS, 4 * KEY_STEPS, value_words
+    functions = load_queries, multiply_keys, pack_weights, *of_values, numbers.store
+    return Products(*counts, *functions, scale_weights if is_int8 else None)
+
+
+def _operand_function(rows: int) -> Callable:
+    @device_function
+    def operand(words, first):
+        if rows == 2:
+            return four(words, first)
+        return words[first], uint32(0), words[first + 2], uint32(0)
+
+    return operand
+
+
+def _keys_function(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shared: bool) -> Callable:
+    """Return `multiply_keys`."""
+    mma = numbers.mma
+    expand = numbers.expand
+    operand = _operand_function(rows)
+    BLOCKS = size // DIM_BLOCK
 
     @device_function
     def load_keys(k_cache, start, tile, block, lane):
@@ -130,17 +162,17 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
 
     @device_function
     def multiply_keys(scores, words, k_cache, start, lane):
-        for tile in range(TILES):  # of 8 keys
+        for tile in range(KEY_TILES):  # of 8 keys
             sums = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
                 keys = load_keys(k_cache, start, tile, block, lane)
                 sums = multiply(words, block, keys, sums)
             for i in range(2 * rows):
-                scores[i // 2 * 2 * TILES + 2 * tile + i % 2] = sums[i]
+                scores[i // 2 * 2 * KEY_TILES + 2 * tile + i % 2] = sums[i]
 
     @device_function
     def multiply_int8_keys(scores, words, k_cache, start, lane):
-        for step in range(STEPS):
+        for step in range(KEY_STEPS):
             scales = _load_scales(k_cache, start, step, lane)
             low = high = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
@@ -148,27 +180,21 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
                 low = multiply(words, block, expand(keys[0]) + expand(keys[1]), low)
                 high = multiply(words, block, expand(keys[2]) + expand(keys[3]), high)
             for i in range(2 * rows):
-                k = i // 2 * 2 * TILES + 4 * step + i % 2
+                k = i // 2 * 2 * KEY_TILES + 4 * step + i % 2
                 scores[k] = low[i] * scales[i % 2]
                 scores[k + 2] = high[i] * scales[2 + i % 2]
 
-    @device_function
-    def scale_weights(weights, newest, v_cache, start, lane):
-        for step in range(STEPS):
-            scales = _load_scales(v_cache, start, step, lane)
-            for r in range(rows):
-                last = int32(newest[r] - 2 * (lane & 3) - 16 * step)
-                for i in range(4):
-                    k = r * 2 * TILES + 4 * step + i
-                    is_seen = i // 2 * 8 + i % 2 <= last  # else the scale may be NaN
-                    weights[k] = weights[k] * (scales[i] * float32(LIFT)) if is_seen else float32(0)
+    return multiply_int8_keys if is_int8 else multiply_keys
 
-    @device_function
-    def pack_weights(packed, weights):
-        for i in range(4 * STEPS):  # step i // 4 of 16 keys, row i % 2, keys 8 (i // 2 % 2) on
-            if i % 2 < rows:
-                k = i % 2 * 2 * TILES + i // 2 * 2
-                packed[i] = pack(weights[k], weights[k + 1])
+
+def _value_functions(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shared: bool) -> tuple:
+    """Return the words of values that a lane holds, `load_values` and `weigh_values`."""
+    mma = numbers.mma
+    expand = numbers.expand
+    operand = _operand_function(rows)
+    BLOCKS = size // DIM_BLOCK
+    WORDS = 4 if is_int8 else 8  # of a lane's values, for a step and a block
+    HOLDS_VALUES = rows == 1 and BLOCKS * WORDS <= 16  # in registers, during the products of keys
 
     @device_function
     def load_pairs(v_cache, start, block, step, lane):
@@ -212,35 +238,32 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
     @device_function
     def load_values(held, v_cache, start, newest, lane):
         for block in range(BLOCKS if HOLDS_VALUES else 0):
-            for step in range(STEPS):
-                if step < STEPS // 2 or newest >= KEY_BLOCK // 2:
-                    hold_step(held, (block * STEPS + step) * WORDS, v_cache, start, block, step, lane)
+            for step in range(KEY_STEPS):
+                if step < KEY_STEPS // 2 or newest >= KEY_BLOCK // 2:
+                    hold_step(held, (block * KEY_STEPS + step) * WORDS, v_cache, start, block, step, lane)
 
     @device_function
     def weigh_values(sums, packed, held, v_cache, start, block, newest, lane):
         for i in range(8 * rows):
             sums[i] = float32(0)
         left = int32(newest - (lane & 3) * 2)
-        for step in range(STEPS):
-            if step == STEPS // 2 and newest < KEY_BLOCK // 2:
+        for step in range(KEY_STEPS):
+            if step == KEY_STEPS // 2 and newest < KEY_BLOCK // 2:
                 return
             weights = operand(packed, 4 * step)
-            w = (block * STEPS + step) * WORDS if HOLDS_VALUES else 0
+            w = (block * KEY_STEPS + step) * WORDS if HOLDS_VALUES else 0
             if not HOLDS_VALUES:
                 hold_step(held, w, v_cache, start, block, step, lane)
             for j in range(4):
                 values = values_of(held, w + j, int32(left - 16 * step))
-                if IS_PAIRED:
+                if rows == 2:
                     new = mma(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
                     sums[j], sums[4 + j], sums[8 + j], sums[12 + j] = new
                 else:
                     new = mma(weights, values, (sums[j], sums[4 + j], float32(0), float32(0)))
                     sums[j], sums[4 + j] = new[0], new[1]
 
-    counts = rows, 4, 8 * BLOCKS, 4 * STEPS, WORDS * (STEPS * BLOCKS if HOLDS_VALUES else 1)
-    of_keys, more = (multiply_int8_keys, (scale_weights,)) if is_int8 else (multiply_keys, ())
-    functions = load_queries, of_keys, pack_weights, load_values, weigh_values, numbers.store
-    return Products(*counts, *functions, *more)
+    return WORDS * (KEY_STEPS * BLOCKS if HOLDS_VALUES else 1), load_values, weigh_values
 
 
 @device_function
