@@ -26,8 +26,8 @@ import numpy as np
 from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
 from tinygpt.bench import roofline
-from tinygpt.bench.measure import Run
 from tinygpt.bench.report import table, threads_text
+from tinygpt.bench.roofline import Run
 from tinygpt.hardware import cpu_name
 from tinygpt.weights.config import PRECISIONS
 from tinygpt.weights.families.gpt2 import model_config

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinygpt.engine import scheduler as scheduling
-from tinygpt.engine.sampler import PromptLogprobs
+from tinygpt.engine.sampling_state import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
 from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from support.engines import batches_of
 from support.paths import VOCAB_SIZE as V
 from support.tables import fields
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampler import PromptLogprobs
+from tinygpt.engine.sampling_state import PromptLogprobs
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference
 from tinygpt.llm_args import LOGIT_ROWS

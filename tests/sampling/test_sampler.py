@@ -17,7 +17,8 @@ from support.recorded import recorded
 from support.sampling import BACKENDS, V, any_sequence, halve, sequence_of
 from support.tables import column, fields
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampler import Sampler, not_finite
+from tinygpt.engine.sampler import Sampler
+from tinygpt.engine.sampling_state import not_finite
 from tinygpt.kernels import cpu, reference
 
 

@@ -2,10 +2,8 @@
 
 from datetime import datetime, timezone
 
-from tinygpt.bench.measure import Run
-from tinygpt.bench.report import record_of
-from tinygpt.bench.roofline import Case, MachineLimits
-from tinygpt.bench.sweep import Plan, Test, make_plan
+from tinygpt.bench.roofline import Case, MachineLimits, Run
+from tinygpt.bench.sweep import Plan, Test, make_plan, record_of
 from tinygpt.weights.config import ModelConfig
 
 # Keys that llama-bench always writes, and that llama.cpp's compare-llama-bench.py requires.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.tables import rows
 from tinygpt import SamplingParams
-from tinygpt.engine.sampler import TokenRules
+from tinygpt.engine.sampling_state import TokenRules
 from tinygpt.engine.sequence import Sample, Sequence
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.numbers import Warpers

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from ..hardware import forget_peak, peak_memory
 from ..llm import LLM
 from ..sampling_params import SamplingParams
-from .roofline import Case
+from .roofline import Case, Run
 
 PROMPT = "prompt"
 GENERATION = "generation"
@@ -20,21 +19,6 @@ TOGETHER = "together"
 CHOICE = "choice"
 NUM_WARMUP_PROMPTS = 10  # at least
 SAMPLING = ("process_logits", "sample", "filter_logits", "top_logprobs")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Seconds of one repetition. A pass counts as prompt while any sequence is in its prompt."""
-
-    prompt: float  # passes that read prompts
-    generation: float  # passes that decode
-    sampling: float
-    first_token: float  # from the call of generate to the first token of the last prompt
-    total: float  # the whole LLM.generate
-    num_steps: int  # passes
-    num_prompt_steps: int = 0  # passes that read prompts
-    together: float = 0.0  # passes in which all sequences decode one token
-    num_together: int = 0
 
 
 class HostMeter:

@@ -15,28 +15,18 @@ n_gen and n_depth are of one sequence; tokens a second are of all `batch_size` t
 """
 
 import csv
-import functools
 import io
 import json
 import math
 import statistics
 import string
-import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import tinygpt
+from typing import Any
 
 from ..errors import RequestError, how_to_install
-from ..hardware import cpu_name
-from ..weights.config import PRECISIONS
-from . import roofline
-
-if TYPE_CHECKING:
-    from .sweep import Plan, Test
 
 Record = dict[str, Any]
 
@@ -57,22 +47,6 @@ COLUMNS = {
     "peak MB": "{peak_megabytes:.0f}",
 }
 NUMBERS = tuple(COLUMNS)[6:]  # columns aligned to the right
-# Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
-UNUSED_FIELDS = {
-    "cpu_mask": "0x0",
-    "cpu_strict": False,
-    "poll": 0,
-    "n_gpu_layers": 0,
-    "split_mode": "none",
-    "main_gpu": 0,
-    "no_kv_offload": False,
-    "flash_attn": False,
-    "tensor_split": "0.00",
-    "tensor_buft_overrides": "none",
-    "use_mmap": False,
-    "embeddings": False,
-    "no_op_offload": 0,
-}
 SUFFIXES = (".png", ".svg")
 INCHES, DOTS_PER_INCH = (9, 6), 100  # 900 x 600 pixels
 # Okabe and Ito's colours, which color-blind readers can tell apart, without yellow.
@@ -88,99 +62,8 @@ X_LABELS = {
 }
 
 
-def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Record:
-    """Return llama-bench's keys and the keys of this module's docstring."""
-    config = plan.config
-    case = test.case
-    dtype = test.dtype
-    n_gen = case.new_tokens
-    n_prompt, n_depth = (0, case.prompt_length) if n_gen else (case.prompt_length, 0)
-    commit, number = build()
-    cache = plan.caches[dtype]
-    works = [roofline.work_of(case, run, config, dtype, cache) for run in test.runs]
-    rates = [work.tokens / work.seconds for work in works]
-    # llama-bench times all tokens: a generation has one pass less than new tokens.
-    times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
-    block_rate, head_rate = map(limits.tile_rates.get, roofline.tiles_of(dtype, plan.device))
-    read = statistics.median(work.bytes_read / work.seconds for work in works)
-    operations = [(work.in_blocks + work.in_head) / work.seconds for work in works]
-    peak_shares = [(work.in_blocks / block_rate + work.in_head / head_rate) / work.seconds for work in works]
-    together = case.batch_size if n_gen else 1
-    size = roofline.num_parameters(config)
-    cache_name = roofline.CACHE_NAMES[cache]
-    model_type = f"gpt2 {parameters_text(size)} {PRECISIONS[dtype].label}"
-    return {
-        "build_commit": commit,
-        "build_number": number,
-        "cpu_info": cpu_name(),
-        "gpu_info": test.gpu,
-        "backends": "CUDA" if test.gpu else "CPU",
-        "model_filename": plan.model,
-        "model_type": model_type,
-        "model_size": roofline.model_bytes(config, dtype),
-        "model_n_params": size,
-        "n_batch": plan.step_tokens,
-        "n_ubatch": plan.step_tokens,
-        "n_threads": test.threads,
-        "type_k": cache_name,
-        "type_v": cache_name,
-        **UNUSED_FIELDS,
-        **({} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}),
-        **({"n_gpu_layers": config.n_layer} if test.gpu else {}),
-        "n_prompt": n_prompt,
-        "n_gen": n_gen,
-        "n_depth": n_depth,
-        "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "avg_ns": round(statistics.fmean(times)),
-        "stddev_ns": round(deviation(times)),
-        "avg_ts": statistics.fmean(rates),
-        "stddev_ts": deviation(rates),
-        "samples_ns": times,
-        "samples_ts": rates,
-        "median_ts": statistics.median(rates),
-        "low_ts": min(rates),
-        "high_ts": max(rates),
-        "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
-        "dtype": dtype,
-        "kv_cache_dtype": cache,
-        "batch_size": case.batch_size,
-        "read_gbs": read / 1e9,
-        "bandwidth_share": read / limits.bandwidth,
-        "bandwidth_gbs": limits.bandwidth / 1e9,
-        "gflops": statistics.median(operations) / 1e9,
-        "peak_share": statistics.median(peak_shares),
-        "block_peak_gflops": block_rate / 1e9,
-        "head_peak_gflops": head_rate / 1e9,
-        "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
-        "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in test.runs),
-        "outside_share": statistics.median(
-            1 - (run.prompt + run.generation) / run.total for run in test.runs
-        ),
-        "sampling_share": statistics.median(run.sampling / run.total for run in test.runs),
-        "peak_memory": test.peak_memory or None,
-    }
-
-
 def deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-@functools.cache
-def build() -> tuple[str, int]:
-    """Return the commit of a checkout, with "+" if files changed, and its number; else the version and 0."""
-    root = Path(tinygpt.__file__).resolve().parents[1]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        if (root / ".git").exists():
-            commit = git("describe", "--always", "--dirty=+", "--abbrev=8", "--exclude=*")
-            return commit, int(git("rev-list", "--count", "HEAD"))
-    except (OSError, subprocess.CalledProcessError):  # no git, or a folder that git does not trust
-        pass
-    return tinygpt.__version__, 0
 
 
 def to_markdown(records: Sequence[Record]) -> str:

@@ -4,12 +4,8 @@ A multiplication and an addition count as two operations.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..weights.config import PRECISIONS, ModelConfig
-
-if TYPE_CHECKING:
-    from .measure import Run
 
 # Bytes of a number in a KV cache, and llama.cpp's name of its type.
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -35,6 +31,21 @@ class Case:
     @property
     def length(self) -> int:
         return self.prompt_length + max(self.new_tokens, 1)  # reading a prompt ends with its first new token
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one repetition. A pass counts as prompt while any sequence is in its prompt."""
+
+    prompt: float  # passes that read prompts
+    generation: float  # passes that decode
+    sampling: float
+    first_token: float  # from the call of generate to the first token of the last prompt
+    total: float  # the whole LLM.generate
+    num_steps: int  # passes
+    num_prompt_steps: int = 0  # passes that read prompts
+    together: float = 0.0  # passes in which all sequences decode one token
+    num_together: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
     return dtype, PRECISIONS[dtype].head
 
 
-def work_of(case: Case, run: "Run", config: ModelConfig, dtype: str, kv_cache_dtype: str) -> Work:
+def work_of(case: Case, run: Run, config: ModelConfig, dtype: str, kv_cache_dtype: str) -> Work:
     """Return the work of reading prompts, or of passes in which the whole batch decodes."""
     if not case.new_tokens:
         tokens = case.batch_size * case.prompt_length

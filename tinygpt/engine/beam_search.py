@@ -16,7 +16,7 @@ import numpy as np
 from ..kernels import numbers
 from ..sampling_params import SamplingParams, num_best
 from ..text.stream import TextStream
-from .sampler import NOTHING_LEFT, Sampler, not_finite
+from .sampler import NOTHING_LEFT, Sampler
 from .scheduler import CopyPositions
 from .sequence import SampledToken, Sequence, common_prefix, is_looping
 
@@ -298,7 +298,7 @@ def _candidates(
     log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence, error: str | None
 ) -> Candidates:
     if error is None and not np.isfinite(log_probs.max()):  # max() is NaN if any is
-        error = not_finite(sequence)
+        error = sequence.not_finite
     if error is not None:
         return Candidates(np.empty(0, np.int64), np.empty(0, np.float32), error=error)
     found = Candidates.of(scores, sequence.beams.num_candidates)

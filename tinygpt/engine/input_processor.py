@@ -35,9 +35,9 @@ from .prompts import (
     resolve_bad_words,
     text_or_ids,
 )
-from .sampler import Breakers, PromptLogprobs, TokenRules
+from .sampling_state import Breakers, PromptLogprobs, Sample, TokenRules
 from .scheduler import SINGLE_USE_IDS
-from .sequence import Request, Sample, Sequence, copied
+from .sequence import Request, Sequence, copied
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40

@@ -3,21 +3,19 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ..errors import FailedRequestError
-from ..outputs import CompletionOutput, OnChunk, RequestMetrics, RequestOutput, StreamChunk
+from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
-from .prompts import Prompt, VirtualTokens, Window
+from .prompts import Prompt
+from .sampling_state import PromptLogprobs, Sample, SamplingState, not_finite
 
 if TYPE_CHECKING:
     from ..look.captures import Activations, Captures
     from ..text.tokenizer import Tokenizer
-    from .beam_search import Beams
     from .guided import Guide
-    from .sampler import PromptLogprobs, SamplingState, TokenRules
 
 FinishReason = Literal["stop", "length"]
 
@@ -31,25 +29,15 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """What was asked of each sample of a request."""
+class Search(Protocol):
+    """What chooses the tokens of several sequences together: `beam_search.Beams`."""
 
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    eos_token_ids: frozenset[int]
-    deadline: float | None = None  # by time.perf_counter()
-    window: Window | None = None
-    on_chunk: OnChunk | None = None  # called with each token's text during the step
-    soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
-    adapter: int = -1  # of the LLM's lora_modules
-    token_rules: "TokenRules | None" = None
+    first: "Sequence"
+    num_candidates: int
 
-    @cached_property
-    def end_token_ids(self) -> frozenset[int]:
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        return eos.union(self.params.stop_token_ids)
+    def take(self, sequence: "Sequence", candidates: Any) -> None: ...
+    def advance(self, copy_positions: Callable[[int, int, int, int], None]) -> None: ...
+    def expire(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -58,7 +46,7 @@ class Sequence:
     index: int = 0  # within its request
     text: TextStream | None = None  # None if the checkpoint has no tokenizer
     guide: "Guide | None" = None
-    prompt_logprobs: "PromptLogprobs | None" = None
+    prompt_logprobs: PromptLogprobs | None = None
     captures: "Captures | None" = None
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
@@ -80,8 +68,8 @@ class Sequence:
     first_token_time: float | None = None
     finished_time: float | None = None
 
-    sampling_state: "SamplingState | None" = None
-    beams: "Beams | None" = None  # that choose its tokens
+    sampling_state: SamplingState | None = None
+    beams: "Search | None" = None  # that choose its tokens
 
     def __post_init__(self):
         self.params = self.sample.params
@@ -153,6 +141,10 @@ class Sequence:
         if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
             return self.new_token_ids[-1:]
         return self.context_token_ids[self.num_cached : self.num_cached + count]
+
+    @property
+    def not_finite(self) -> str:
+        return not_finite(len(self) - 1, bool(self.params.edits))
 
     @property
     def activations(self) -> "Activations | None":
@@ -315,7 +307,7 @@ class Request:
     def output(self) -> RequestOutput:
         """Return the output of a finished request. Raise FailedRequestError if a sequence failed."""
         wanted = self.sequences[0].prompt_logprobs
-        for error in [s.error for s in self.sequences] + [wanted and wanted.error(self.sequences[0])]:
+        for error in [s.error for s in self.sequences] + [wanted and wanted.error(bool(self.params.edits))]:
             if error:
                 raise FailedRequestError(error)
         output = RequestOutput(

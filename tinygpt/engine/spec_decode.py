@@ -14,8 +14,9 @@ from ..llm_args import EngineConfig
 from ..weights.config import ModelConfig
 from .model_runner import ModelRunner, ModelSource
 from .sampler import Sampler
+from .sampling_state import Sample
 from .scheduler import Chunk, StepInput
-from .sequence import Sample, Sequence, common_prefix
+from .sequence import Sequence, common_prefix
 
 
 class Drafter:

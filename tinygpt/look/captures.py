@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,7 @@ from ..errors import RequestError
 from ..kernels import numbers
 from ..kernels.backend import SCORES, Batch
 from .edits import Edit, PlacedEdit, place, salt_of
-from .hooks import BEFORE, HookPoints, Names
-
-if TYPE_CHECKING:
-    from ..llm import LLM
+from .hooks import BEFORE, HookPoints, Looked, Names
 
 Place = tuple[str, int]  # a kind of point and a layer
 ALIASES = {"attn": "pattern", "mlp_pre": "pre", "mlp_post": "post", "attn_logits": "attn_scores"}
@@ -93,7 +90,7 @@ class ActivationCache(Mapping[str, Any]):
     a slice.
     """
 
-    def __init__(self, prompts: list[Activations], llm: "LLM"):
+    def __init__(self, prompts: list[Activations], llm: Looked):
         self.prompts, self._llm = prompts, llm
         self._points = prompts[0].points
 

@@ -5,6 +5,7 @@ A kind of point stands once, or in each layer.
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +45,16 @@ SOURCES = {
     **dict.fromkeys(("ln2.scale", "ln2.normalized"), ("resid_mid",)),
     **dict.fromkeys(AFTER, ("resid_post",)),
 }
+
+
+class Looked(Protocol):
+    """The model that the cache and the pictures ask."""
+
+    config: ModelConfig
+    tokenizer: Any
+    read_prompt: Callable[..., Any]
+    run_with_cache: Callable[..., tuple[Any, Any]]
+    logit_lens: Callable[[Any], np.ndarray]
 
 
 class HookPoints:

@@ -15,10 +15,9 @@ from . import bits
 
 if TYPE_CHECKING:
     from ..engine.prompts import PromptType
-    from ..llm import LLM
     from ..text.tokenizer import Tokenizer
     from .edits import EditsType
-    from .hooks import Names
+    from .hooks import Looked, Names
 
 SHADES = 8  # of attention: cells of a shade are one SVG path
 NUM_KEYS = 3  # that a query's title names
@@ -156,7 +155,7 @@ class Attention:
 
 
 def lens(
-    llm: "LLM", prompt: "PromptType", names: "Names" = "resid_post", top: int = 3, edits: "EditsType" = ()
+    llm: "Looked", prompt: "PromptType", names: "Names" = "resid_post", top: int = 3, edits: "EditsType" = ()
 ) -> Lens:
     """Return the logit lens of a text. Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
@@ -180,7 +179,7 @@ def lens(
     return Lens(_decoded(llm, ids), [*map(bits, last)], shown, np.array(probs), texts)
 
 
-def attention(llm: "LLM", prompt: "PromptType", layer: int, edits: "EditsType" = ()) -> Attention:
+def attention(llm: "Looked", prompt: "PromptType", layer: int, edits: "EditsType" = ()) -> Attention:
     """Return the attention patterns of a layer. edits: as for `LLM.run_with_cache`."""
     layers = range(llm.config.n_layer)
     if layer not in range(-len(layers), len(layers)):
@@ -198,5 +197,5 @@ def _best(logits: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, numbers.softmax(logits)[ids]
 
 
-def _decoded(llm: "LLM", token_ids: list[int]) -> list[str]:
+def _decoded(llm: "Looked", token_ids: list[int]) -> list[str]:
     return [llm.tokenizer.decode([token_id]) for token_id in token_ids]

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..aliases import OURS
-from ..engine.sampler import NOT_FINITE
+from ..engine.sampling_state import NOT_FINITE
 from ..errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
 from .values import Strict
 

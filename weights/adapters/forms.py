@@ -3,7 +3,7 @@
 Sources: Liu et al., "DoRA" (2024), and PEFT's DoraLinearLayer and TrainableTokensLayer, which replaces rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,18 +11,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..checkpoint import Checkpoint
-from ..config import EMBEDDING, HEAD
-from ..convert.export import layout_of
+from ..config import EMBEDDING, HEAD, POSITIONS
+from ..convert.export import LayoutPart, layout_of
 from ..errors import CheckpointError, listed
+from ..families.family import Layout, TensorRule
 from ..tensor import LazyTensor, Tensor
 from .peft import AdapterFiles
 
 if TYPE_CHECKING:
-    from .lora import Model
     from .lora_config import LoraConfig
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
 PREFIX = "base_model.model."  # PEFT's wrapper of the model
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
+
+    layout: Layout
+    rules: Mapping[str, TensorRule]
+    parts: dict[str, LayoutPart]
+
+    def is_embedding(self, name: str) -> bool:
+        return self.parts[name].parameter in (EMBEDDING, POSITIONS)
+
+    def modules(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return modules' names. In an adapter of a model without a head, `stored` may lack the prefix."""
+        root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
+        return {
+            name: ("" if part.name == name else root) + name.rpartition(".")[0]
+            for name, part in self.parts.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,7 @@ class Extras:
 
 def extras_of(
     lora: "LoraConfig",
-    model: "Model",
+    model: Model,
     modules: Mapping[str, str],
     targets: Sequence[str],
     stored: Mapping[str, Tensor],
@@ -65,7 +85,7 @@ def _bias_of(name: str) -> str:
 
 
 def _check_layers(
-    lora: "LoraConfig", model: "Model", modules: Mapping[str, str], targets: Sequence[str]
+    lora: "LoraConfig", model: Model, modules: Mapping[str, str], targets: Sequence[str]
 ) -> None:
     others = [
         modules[name]
@@ -82,7 +102,7 @@ def _check_layers(
 def _add_rows(
     found: Extras,
     lora: "LoraConfig",
-    model: "Model",
+    model: Model,
     modules: Mapping[str, str],
     stored: Mapping[str, Tensor],
 ) -> None:

@@ -20,34 +20,24 @@ from ..checkpoint import Checkpoint, PackedCheckpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from ..convert.export import LayoutPart, can_be_written, layout_of, parts_of
 from ..errors import CheckpointError, listed
-from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule, matches
+from ..families.family import AS_IS, TRANSPOSED, TensorRule, matches
 from ..families.gpt2 import IGNORED
 from ..tensor import DefaultTensor, LazyTensor, Tensor, zeros
-from .forms import PREFIX, Extras, extras_of, plain_name, scaled, with_magnitudes, with_rows, with_rows_of
+from .forms import (
+    PREFIX,
+    Extras,
+    Model,
+    extras_of,
+    plain_name,
+    scaled,
+    with_magnitudes,
+    with_rows,
+    with_rows_of,
+)
 from .lora_config import LoraConfig
 from .peft import CONFIG, AdapterFiles, read_adapter
 
 MAX_RANK = 1024  # of an adapter that is not merged
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
-
-    layout: Layout
-    rules: Mapping[str, TensorRule]
-    parts: dict[str, LayoutPart]
-
-    def is_embedding(self, name: str) -> bool:
-        return self.parts[name].parameter in (EMBEDDING, POSITIONS)
-
-    def modules(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return modules' names. In an adapter of a model without a head, `stored` may lack the prefix."""
-        root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
-        return {
-            name: ("" if part.name == name else root) + name.rpartition(".")[0]
-            for name, part in self.parts.items()
-        }
 
 
 @dataclass(frozen=True)
