@@ -19,12 +19,13 @@ from .engine.prompts import (
     prompt_list,
 )
 from .engine.sequence import Request
-from .engine.spec_decode import DraftModel, check_draft
+from .engine.spec_decode import Drafter, DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError
 from .front import Front
 from .hardware import thread_count
 from .llm_args import LLMArgs, takes_fields_of
-from .look.methods import LookMethods, Probe, points_of
+from .look import LAST_HIDDEN_STATE
+from .look.methods import LookMethods, points_of
 from .outputs import (
     Classification,
     ContinuationScore,
@@ -33,6 +34,7 @@ from .outputs import (
     StreamChunk,
     UseTqdm,
     as_finished,
+    in_order,
     until_done,
 )
 from .ranks.mpi import Layout
@@ -85,8 +87,6 @@ class LLM(Front[RequestFuture], LookMethods):
         self._chat_options = getattr(source.checkpoint, "chat_options", {})  # a packed one has a folder's
         if args.chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
-        points = points_of(source, args) if ranks is None else None
-        self._inputs = InputProcessor(source, args, engine_config, points)
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
             from .engine.classifier import read_heads
@@ -101,12 +101,14 @@ class LLM(Front[RequestFuture], LookMethods):
             draft_source = ModelSource.open(drafting)
             check_draft(args.draft_model, draft_source, source.config)
             draft = DraftModel(draft_source, engine_config, num_threads)
+        drafter = Drafter(engine_config, draft)
+        points = points_of(source, args, None if ranks is None else ranks.seen)
+        self._inputs = InputProcessor(source, args, engine_config, points, ranks is None, drafter)
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
             runner = ranks.new_runner(source, args, engine_config)
-        self._probe = Probe(runner, engine_config)
-        self.engine = Engine(runner, engine_config, draft, owner=self)
+        self.engine = Engine(runner, engine_config, owner=self, to_close=[drafter])
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"
@@ -214,18 +216,17 @@ class LLM(Front[RequestFuture], LookMethods):
         prompts: texts or lists of token ids.
         Raise RequestError, before any work, for a checkpoint without such a head, and as `logits` does.
         """
+        return self._results(self._classifying_requests(prompts))
+
+    def _classifying_requests(self, prompts: Prompts) -> list[Request]:
+        """Return a request for the Classification of each prompt. Raise RequestError."""
         self.engine.check_open()
-        classifier = self._classifier
-        if classifier is None:
+        if self._classifier is None:
             raise RequestError(
                 "this model has no head that classifies: give a GPT2ForSequenceClassification or "
                 "GPT2ForTokenClassification, not converted."
             )
-        found = []
-        for ids in [self._read_ids("classes", prompt) for prompt in prompt_list(prompts)]:
-            states = self.engine.call(partial(self._probe.last_states, ids))  # (T, C)
-            found.append(classifier.classify(ids, states))
-        return found
+        return self._reading_requests("classes", prompts, LAST_HIDDEN_STATE, self._classifier.label)
 
     def score(
         self,
@@ -248,9 +249,7 @@ class LLM(Front[RequestFuture], LookMethods):
         requests = self._inputs.scoring_requests(
             prompt, continuations, soft_prompt, split_special_tokens, edits
         )
-        for _ in self._run(requests):
-            pass
-        return [self._inputs.score_of(request) for request in requests]
+        return self._results(requests)
 
     def check_health(self) -> None:
         """Raise TinyGPTError if the engine's last step failed, RequestError once the LLM is closed."""
@@ -272,6 +271,9 @@ class LLM(Front[RequestFuture], LookMethods):
         return as_finished(
             futures, partial(self.engine.submit, futures), return_exceptions, FailedRequestError
         )
+
+    def _results(self, requests: list[Request]) -> list:
+        return in_order(self._run(requests), len(requests), use_tqdm=False)
 
     def _submit(
         self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None

@@ -249,8 +249,8 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the KV cache: the scheduler's, and a spare one for Probe."""
-        return self.max_num_seqs + self.prefix_cache_seqs + 1
+        """Slots of the KV cache: of running sequences and of finished ones."""
+        return self.max_num_seqs + self.prefix_cache_seqs
 
     @property
     def max_num_logits(self) -> int:

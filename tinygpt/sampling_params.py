@@ -109,7 +109,7 @@ class SamplingParams:
       without look-around; guided_grammar Lark's or llama.cpp's (GBNF).
     """
 
-    max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")
+    max_tokens: int = option(16, rules.integer(0), "N", "largest number of new tokens; 0 reads the prompt")
     temperature: float = option(0.0, rules.TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
     top_k: int = option(
         0, rules.TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off"
@@ -392,6 +392,7 @@ class SamplingParams:
             if self.soft_prompt is not None or self.prompt_embeds is not None:
                 raise RequestError("cannot be given with a soft prompt or prompt_embeds.", "capture or edits")
         if self.num_beams > 1:
+            self._need("max_tokens", self.max_tokens > 0, "above 0 with num_beams")
             self._check_beams()
             return
         for name in BEAM_FIELDS:

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinygpt.engine import scheduler as scheduling
-from tinygpt.engine.sampling_state import PromptLogprobs
+from tinygpt.engine.part import Part
+from tinygpt.engine.prompt_scorer import PromptScorer
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
 from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams
@@ -108,7 +109,7 @@ def test_who_runs_in_a_step(load):
 def asked(prompt_len: int, first: int, begin: int | None = None) -> Sequence:
     """One whose prompt's logits are wanted from position `first` on."""
     sequence = new_sequence(prompt_len, begin=begin)
-    sequence.prompt_logprobs = PromptLogprobs(first, sequence.prompt_token_ids[first + 1 :], 0)
+    sequence.parts = (PromptScorer(first, sequence.prompt_token_ids[first + 1 :], 0),)
     return sequence
 
 
@@ -117,7 +118,7 @@ def logits_of_steps(scheduler: Scheduler, steps: int) -> list[list[tuple[int, in
     seen = []
     for _ in range(steps):
         seen.append(
-            [(chunk.count, chunk.num_logits, chunk.num_prompt_logits) for chunk in scheduler.schedule()]
+            [(chunk.count, chunk.num_logits, chunk.num_part_logits) for chunk in scheduler.schedule()]
         )
         run_step(scheduler)
     return seen
@@ -313,7 +314,10 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
 def search(num_beams: int, max_tokens: int) -> list[Sequence]:
     params = SamplingParams(max_tokens=max_tokens, num_beams=num_beams)
     sample = Sample([next(FRESH)] * 3, params, 0, frozenset({EOS}))
-    return [Sequence(sample, i, beams=object()) for i in range(num_beams)]
+    together = Part()
+    together.num_together = num_beams
+    together.can_pause = False
+    return [Sequence(sample, i, parts=(together,)) for i in range(num_beams)]
 
 
 def callers_of(scheduler: Scheduler) -> list[int]:
@@ -387,11 +391,12 @@ def test_the_prompts_log_probabilities_are_read_again(first):
     scheduler = scheduler_of(slots=2, tokens=10)
     long, wanting = new_sequence(50), asked(30, first)
     scheduler.add(long, wanting)
-    wanting.prompt_logprobs.found.append({})
+    (scorer,) = wanting.parts
+    scorer.entries.append({})
     scheduler.schedule()
     scheduler.add(new_sequence(1))
     scheduler.schedule()
-    assert (wanting.slot, wanting.prompt_logprobs.found) == (None, [])
+    assert (wanting.slot, scorer.entries) == (None, [])
 
 
 def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:

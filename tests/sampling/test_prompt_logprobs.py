@@ -10,7 +10,7 @@ from support.engines import batches_of
 from support.paths import VOCAB_SIZE as V
 from support.tables import fields
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampling_state import PromptLogprobs
+from tinygpt.engine.prompt_scorer import PromptScorer
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference
 from tinygpt.llm_args import LOGIT_ROWS
@@ -89,7 +89,7 @@ def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small
 def test_logits_that_are_not_finite_are_an_error(backend, wrong):
     logits = np.zeros((3, 11), np.float32)
     logits[1, 4] = wrong
-    wanted = PromptLogprobs(first=5, targets=[1, 2, 3], num_best=2)
+    wanted = PromptScorer(first=5, targets=[1, 2, 3], num_best=2)
     sequence = SimpleNamespace(params=SamplingParams())
     assert wanted.error(sequence) is None
     wanted.read(backend, logits)

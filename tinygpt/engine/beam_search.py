@@ -16,9 +16,11 @@ import numpy as np
 from ..kernels import numbers
 from ..sampling_params import SamplingParams, num_best
 from ..text.stream import TextStream
+from .part import Part
 from .sampler import NOTHING_LEFT, Sampler
 from .scheduler import CopyPositions
 from .sequence import SampledToken, Sequence, common_prefix, is_looping
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,14 @@ def plan_slots(
     return slots, copies
 
 
-class Beams:
+class Beams(Part):
     """The sequences of one request, and the search whose beams they are.
 
     When all candidates of a step are there, `advance` gives each sequence the tokens of one of the new beams. In the
     end, sequence i has the tokens of the i-th best beam. new_text: makes a TextStream that finds stop strings.
     """
+
+    can_pause = False
 
     def __init__(
         self,
@@ -216,8 +220,37 @@ class Beams:
         self._missing = set(sequences)  # sequences without candidates for this step
         self._candidates: dict[Sequence, Candidates] = {}
         self._steps: list[list[Candidates]] = []  # kept if log probabilities are wanted
+        self.num_together = len(sequences)
         for sequence in sequences:
-            sequence.beams = self
+            sequence.parts = (*sequence.parts, self)
+            sequence.is_counted = sequence is self.first
+
+    def acts_on_next(self, sequence: Sequence) -> bool:
+        return True
+
+    @classmethod
+    def before(cls, step: Step, parts: "dict[int, Beams]") -> None:
+        step.chosen.update(i for i in parts if step.chunks[i].is_due)
+
+    @classmethod
+    def after(cls, step: Step, parts: "dict[int, Beams]", logits: Any) -> None:
+        if due := [i for i in parts if step.chunks[i].is_due]:
+            rows, sequences = step.logits_of(logits, due)
+            searches = [parts[i] for i in due]
+            predictions = predict(
+                step.sampler, rows, sequences, [search.num_candidates for search in searches]
+            )
+            for search, sequence, prediction in zip(searches, sequences, predictions, strict=True):
+                search.take(sequence, prediction)
+        running = dict.fromkeys(parts.values())
+        step.num_new += sum(search.has_begun for search in running)
+        for search in running:
+            search.advance(step.runner.copy_positions)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its beams have tokens."""
+        return bool(self._search.beams and self._search.beams[0].token_ids)
 
     def take(self, sequence: Sequence, candidates: Candidates) -> None:
         self._candidates[sequence] = candidates
@@ -269,7 +302,7 @@ class Beams:
             if beam is not None:
                 self._give(sequence, beam)
             if not sequence.is_finished:
-                sequence.expire()
+                sequence.end_early()
             # Of its slot, which others may reuse.
             sequence.num_cached = common_prefix(held, sequence.token_ids)
 
@@ -283,25 +316,25 @@ class Beams:
             sequence.append(SampledToken(token_id, {**candidates.best, token_id: logprob}, logprob))
 
 
-def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Candidates]:
-    """Return the candidates of each beam from its row of `logits` (R, V).
+def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence], counts: Seq[int]) -> list[Candidates]:
+    """Return as many candidates of each beam from its row of `logits` (R, V).
 
     As in transformers, the processors change log probabilities; without beams they change logits.
     """
     log_probs = numbers.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
     errors = sampler.process(scores, sequences)
-    return [_candidates(*row) for row in zip(log_probs, scores, sequences, errors, strict=True)]
+    return [_candidates(*row) for row in zip(log_probs, scores, sequences, counts, errors, strict=True)]
 
 
 def _candidates(
-    log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence, error: str | None
+    log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence, count: int, error: str | None
 ) -> Candidates:
     if error is None and not np.isfinite(log_probs.max()):  # max() is NaN if any is
         error = sequence.not_finite
     if error is not None:
         return Candidates(np.empty(0, np.int64), np.empty(0, np.float32), error=error)
-    found = Candidates.of(scores, sequence.beams.num_candidates)
+    found = Candidates.of(scores, count)
     params = sequence.params
     if params.logprobs is None or not found.token_ids.size:
         return found

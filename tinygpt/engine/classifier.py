@@ -7,6 +7,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..kernels import numbers
+from ..look import LAST_HIDDEN_STATE
+from ..look.captures import Activations
 from ..outputs import Classification
 from ..weights.checkpoint import Checkpoint
 from ..weights.files import read_json_object
@@ -36,8 +38,13 @@ class Classifier:
         names = names if isinstance(names, dict) else {}
         self._labels = [str(names.get(str(i), f"LABEL_{i}")) for i in range(len(weight))]
 
-    def classify(self, token_ids: list[int], states: np.ndarray) -> Classification:
-        """states: (T, C), after ln_f. As in transformers, a text is classified by its last token that is no padding."""
+    def label(self, activations: Activations) -> Classification:
+        """Return the labels of a prompt whose last hidden states were captured.
+
+        As in transformers, a text is classified by its last token that is no padding.
+        """
+        token_ids = activations.token_ids
+        states = activations[LAST_HIDDEN_STATE]  # (T, C)
         if not self._of_tokens:
             last = max(
                 (i for i, token_id in enumerate(token_ids) if token_id != self._pad_token_id), default=0

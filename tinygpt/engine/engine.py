@@ -5,7 +5,7 @@ Every other thread puts a command into the inbox and waits for a future or a que
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -17,13 +17,14 @@ from ..llm_args import EngineConfig
 from ..outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
 from .model_runner import ModelRunner
 from .sequence import Request
-from .spec_decode import DraftModel
-from .step_loop import CALL_SECONDS, StepLoop
+from .step_loop import CALL_SECONDS, Closable, StepLoop
 
 T = TypeVar("T")
 
 
-class RequestFuture(ThreadFuture[RequestOutput]):
+class RequestFuture(ThreadFuture[Any]):
+    """The result of a request: a RequestOutput, or what the request makes of it."""
+
     def __init__(self, request: Request):
         super().__init__()
         self.request = request
@@ -33,11 +34,15 @@ class Engine:
     """A running step loop, for other threads. Its own ends when the engine is closed or `owner` is collected."""
 
     def __init__(
-        self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None, owner: Any
+        self,
+        runner: ModelRunner,
+        engine_config: EngineConfig,
+        owner: Any,
+        to_close: Iterable[Closable] = (),
     ):
         self.engine_config = engine_config
         self.after_step: list[Callable[[], None]] = []  # called by the thread, for a server
-        self._steps = StepLoop(runner, engine_config, draft_model)
+        self._steps = StepLoop(runner, engine_config, to_close)
         self.scheduler = self._steps.scheduler
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pending: set[RequestFuture] = set()  # the thread's alone

@@ -7,19 +7,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
 from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
-from ..outputs import ContinuationScore, OnChunk, StreamChunk
+from ..outputs import ContinuationScore, OnChunk, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..weights.config import ModelConfig
 from .model_runner import ModelSource, load_tokenizer
+from .part import Part
+from .prompt_scorer import PromptScorer
 from .prompts import (
     Fitted,
     Prompt,
@@ -35,9 +37,10 @@ from .prompts import (
     resolve_bad_words,
     text_or_ids,
 )
-from .sampling_state import Breakers, PromptLogprobs, Sample, TokenRules
+from .sampling_state import Breakers, Sample, TokenRules
 from .scheduler import SINGLE_USE_IDS
 from .sequence import Request, Sequence, copied
+from .spec_decode import Drafter
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40
@@ -45,7 +48,7 @@ MAX_REST = 20
 NUM_BREAKERS = 64
 logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
-    from ..look.captures import Captures
+    from ..look.captures import Activations, Captures
     from ..look.edits import EditsType
     from ..look.hooks import HookPoints, Names
     from ..weights.adapters.peft import SoftPrompt
@@ -60,12 +63,17 @@ class InputProcessor:
         source: ModelSource,
         args: LLMArgs,
         engine_config: EngineConfig,
-        points: "Callable[[], HookPoints] | None" = None,
+        points: "Callable[[], HookPoints]",
+        can_look: bool,
+        drafter: Drafter,
     ):
+        """can_look: whether requests may have captures and edits of their own."""
         self._config = source.config
         self._engine_config = engine_config
         self._positions = describe_positions(engine_config.max_model_len, source.config.n_positions)
         self._points = points
+        self._can_look = can_look
+        self._drafter = drafter
         self._soft_prompts = SoftPrompts(args.soft_prompts or {}, source.config)
         self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
@@ -175,17 +183,39 @@ class InputProcessor:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
         virtual = self._soft_prompts.find(soft_prompt)
         prompt = text_or_ids(prompt)
-        params = SamplingParams(max_tokens=1, soft_prompt=soft_prompt, edits=edits)
+        params = SamplingParams(max_tokens=0, soft_prompt=soft_prompt, edits=edits)
         pairs = (
             self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations)
         )
         return [self._scoring_request(*pair, virtual, params) for pair in pairs]
 
-    def score_of(self, request: Request) -> ContinuationScore:
-        wanted = request.sequences[0].prompt_logprobs
-        best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
-        tokens = None if self._tokenizer is None else self._tokenizer.pieces(wanted.targets)
-        return ContinuationScore(wanted.targets, wanted.logprobs, wanted.targets == best, tokens)
+    def _score_of(self, scorer: PromptScorer) -> ContinuationScore:
+        best = [next(iter(entry)) for entry in scorer.entries]  # the most probable comes first
+        tokens = None if self._tokenizer is None else self._tokenizer.pieces(scorer.targets)
+        return ContinuationScore(scorer.targets, scorer.logprobs, scorer.targets == best, tokens)
+
+    def reading_request(
+        self,
+        token_ids: list[int],
+        captures: "Captures",
+        result_of: "Callable[[Activations], Any] | None",
+        edits: "EditsType" = (),
+    ) -> Request:
+        """Return a request that reads token ids and ends with them, for its activations or a result of them."""
+
+        def finish(output: RequestOutput) -> Any:
+            (sample,) = output.outputs
+            return sample.activations if result_of is None else result_of(sample.activations)
+
+        params = SamplingParams(max_tokens=0, edits=edits)
+        sequence = Sequence(Sample(token_ids, params, 0, frozenset()), parts=(captures,))
+        return Request(Prompt(None, token_ids), params, [sequence], result_of=finish)
+
+    def captures_of(self, names: "Names", token_ids: list[int], edits: "EditsType" = ()) -> "Captures":
+        """Return the captures of a prompt that the engine reads, of any size."""
+        from ..look.captures import Captures
+
+        return Captures.of(names, edits, self._points(), len(token_ids), len(token_ids))
 
     def _read_pair(
         self, before: str | list[int], after: str | list[int], split: bool | None
@@ -213,7 +243,7 @@ class InputProcessor:
         virtual: VirtualTokens | None,
         params: SamplingParams,
     ) -> Request:
-        """Return a request that reads both without the last token. The token that it draws is ignored."""
+        """Return a request that reads both without the last token."""
         context = [*(virtual.token_ids if virtual else ()), *context]
         total = len(context) + len(continuation)
         most = self._engine_config.max_model_len + 1
@@ -224,11 +254,15 @@ class InputProcessor:
                 "position."
             )
         token_ids = context + continuation[:-1]
-        wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
-        captures = self.captures((), params.edits, len(context), len(token_ids)) if params.edits else None
+        scorer = PromptScorer(len(context) - 1, continuation, num_best=1)
+        parts: tuple[Part, ...] = (scorer,)
+        if params.edits:
+            parts = scorer, self.captures((), params.edits, len(context), len(token_ids))
         sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
-        sequence = Sequence(sample, prompt_logprobs=wanted, captures=captures)
-        return Request(Prompt(None, token_ids), params, [sequence])
+        sequence = Sequence(sample, parts=parts)
+        return Request(
+            Prompt(None, token_ids), params, [sequence], result_of=lambda _: self._score_of(scorer)
+        )
 
     def _fit(self, prompt: PromptType, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         prompt = self.read_prompt(prompt)
@@ -264,20 +298,13 @@ class InputProcessor:
         params = fitted.params
         eos_token_ids = frozenset(self._eos_token_ids(fitted.params))
         count = _num_sequences(params)
-        wanted = None
-        if params.prompt_logprobs is not None:  # the first sample finds them for all
-            wanted = PromptLogprobs(len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs)
         if on_chunk is not None and count < params.n:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
         rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers, self._unwritten)
-        captures = None
-        if params.capture or params.edits:
-            num_prompt = len(fitted.token_ids)
-            length = num_prompt + params.max_tokens - 1
-            captures = self.captures(params.capture, params.edits, num_prompt, length, count)
+        parts_of = self._parts_of(prompt, virtual, fitted, count)
         sample = Sample(
             fitted.token_ids,
             params,
@@ -296,11 +323,31 @@ class InputProcessor:
                 index,
                 text=self._text_stream(params),
                 guide=None if guided is None else guided.guide(params.guidance, sample.end_token_ids),
-                prompt_logprobs=None if index else wanted,
-                captures=None if captures is None else captures.copy(),
+                parts=parts_of(index),
             )
             for index in range(count)
         ]
+
+    def _parts_of(
+        self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, count: int
+    ) -> Callable[[int], tuple[Part, ...]]:
+        """Return a function that gives each of `count` samples its parts."""
+        params = fitted.params
+        shared: tuple[Part, ...] = (self._drafter,) if self._drafter.drafts_for(params) else ()
+        of_first: tuple[Part, ...] = ()
+        if params.prompt_logprobs is not None:  # the first sample finds them for all
+            of_first = (PromptScorer(len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs),)
+        captures = None
+        if params.capture or params.edits:
+            num_prompt = len(fitted.token_ids)
+            length = num_prompt + max(params.max_tokens - 1, 0)
+            captures = self.captures(params.capture, params.edits, num_prompt, length, count)
+
+        def parts_of(index: int) -> tuple[Part, ...]:
+            own = () if captures is None else (captures.copy(),)
+            return (*shared, *(() if index else of_first), *own)
+
+        return parts_of
 
     def captures(
         self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
@@ -308,7 +355,7 @@ class InputProcessor:
         """Return the captures of `count` texts of `length` positions. Raise RequestError."""
         from ..look.captures import Captures, check_size
 
-        if self._points is None:
+        if not self._can_look:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
         captures = Captures.of(capture, edits, self._points(), num_prompt, length)
         most = self._engine_config.max_model_len
@@ -414,7 +461,8 @@ def _num_sequences(params: SamplingParams) -> int:
     """Return the number of beams or samples; greedy samples are equal, unless functions make them differ."""
     if params.num_beams > 1:
         return params.num_beams
-    return 1 if params.temperature == 0 and not params.logits_processors else params.best_of or params.n
+    are_equal = params.max_tokens == 0 or (params.temperature == 0 and not params.logits_processors)
+    return 1 if are_equal else params.best_of or params.n
 
 
 def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
-from ..llm_args import EngineConfig, LLMArgs, PathOrId
+from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs, PathOrId
 from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
@@ -254,7 +254,25 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
     return kv_cache_dtype
 
 
+class GivenStream:
+    """Hooks that give the head a residual stream (N, C), through no layer."""
+
+    changes = True
+
+    def __init__(self, stream: np.ndarray, num_layers: int):
+        self.first = num_layers
+        self.points = {("resid_post", num_layers - 1)}
+        self._stream = stream
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        array[:] = self._stream
+
+    def check(self, read_positions: Any) -> None:
+        """Check nothing: no layer writes keys and values."""
+
+
 class ModelRunner:
+    _max_head_rows = 1  # of a step without layers
     adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
@@ -274,6 +292,9 @@ class ModelRunner:
         logger.debug("%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, seconds)
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
+        self._max_head_rows = min(
+            LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len
+        )
 
     def forward(self, batch: Batch, look: "StepCaptures | None" = None) -> Any:
         """Run one step, which `look` sees. Raise CheckpointError if the mapped file was cut short."""
@@ -286,6 +307,15 @@ class ModelRunner:
     def final_norm(self, x: np.ndarray) -> np.ndarray:
         """Return ln_f of a residual stream (N, C), Hugging Face's last hidden states."""
         return self.backend.final_norm(self._params, x)
+
+    def head(self, stream: np.ndarray) -> np.ndarray:
+        """Return logits (N, V) of a residual stream (N, C) after the last layer."""
+        logits = np.empty((len(stream), self.config.vocab_size), np.float32)
+        for start in range(0, len(stream), self._max_head_rows):
+            rows = stream[start : start + self._max_head_rows]
+            batch = Batch.of([[0] * len(rows)], [0], [0], "all")  # no layer runs, which would write to slot 0
+            logits[start : start + len(rows)] = self.forward(batch, GivenStream(rows, self.config.n_layer))
+        return logits
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""

@@ -1,17 +1,15 @@
-"""What a sample's tokens are chosen by: what was asked, rules of ids, the sampler's state, prompt log probabilities."""
+"""What a sample's tokens are chosen by: what was asked, rules of ids, the sampler's state."""
 
-import math
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from ..kernels.backend import Backend
 from ..kernels.reference import sampling
 from ..outputs import OnChunk
-from ..sampling_params import LogitsProcessor, SamplingParams, num_best
+from ..sampling_params import LogitsProcessor, SamplingParams
 from .prompts import VirtualTokens, Window
 
 NOT_FINITE = "the checkpoint is damaged, or its activations overflow float32"
@@ -146,50 +144,3 @@ class SamplingState:
 def not_finite(position: int, has_edits: bool) -> str:
     cause = "the request's edits gave them" if has_edits else NOT_FINITE
     return f"the model's logits at position {position} are not finite numbers: {cause}."
-
-
-@dataclass(eq=False)
-class PromptLogprobs:
-    """Log probabilities of given tokens, filled in during prefill: no position from `first` on is copied."""
-
-    first: int
-    targets: list[int]  # targets[i] comes after position first + i of the sequence
-    num_best: int  # most probable tokens to report with each target
-    # Of each target so far: id -> log probability.
-    found: list[dict[int, float]] = field(default_factory=list)
-
-    @property
-    def reported(self) -> list[dict[int, float] | None]:
-        return [None, *self.found]  # the first token has none
-
-    @property
-    def max_prefix_tokens(self) -> int | float:
-        return math.inf if self.is_complete else self.first
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.found) == len(self.targets)
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [found[target] for target, found in zip(self.targets, self.found, strict=False)]
-
-    def error(self, has_edits: bool) -> str | None:
-        wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))
-        return next((not_finite(self.first + i, has_edits) for i in wrong), None)
-
-    def num_logits(self, start: int, stop: int) -> int:
-        return 0 if self.is_complete else max(stop - max(start, self.first), 0)
-
-    def max_count(self, start: int, num_logits: int) -> int | float:
-        return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
-
-    def read(self, backend: Backend, logits: np.ndarray) -> None:
-        for row, target in zip(logits, self.targets[len(self.found) :], strict=False):
-            if np.isfinite(row).all():
-                ids, values, value = backend.top_logprobs(row, target, num_best(self.num_best, len(row)))
-                self.found.append(
-                    {**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)}
-                )
-            else:
-                self.found.append({target: math.nan})

@@ -5,16 +5,12 @@ Keys and values of a position depend on the tokens up to it alone, bit for bit: 
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
-import numpy as np
-
-from ..kernels.backend import NO_EMBEDS, Batch, no_op
+from ..kernels.backend import no_op
 from ..llm_args import LOGIT_ROWS
 from .sequence import Sequence, common_prefix
+from .step import Chunk
 
 # Tokens that waiting for another sequence's prompt must save. Waiting costs a step, as long as 9 (alone) to 60 (with 31
 # others) tokens of a prompt: measured on the demo checkpoint.
@@ -24,36 +20,6 @@ WORTH_WAITING = 16
 SINGLE_USE_IDS = -(2**31)
 
 CopyPositions = Callable[[int, int, int, int], None]  # source_slot, target_slot, start, stop
-
-
-class Chunk(NamedTuple):
-    """The next `count` tokens of a sequence."""
-
-    sequence: Sequence
-    count: int
-    reaches_end: bool  # whether they reach the sequence's last token
-    num_prompt_logits: int  # of the last tokens, for the prompt's log probabilities
-
-    @classmethod
-    def of(cls, sequence: Sequence, count: int) -> "Chunk":
-        wanted = sequence.prompt_logprobs
-        start = sequence.num_cached
-        num_prompt_logits = 0 if wanted is None else wanted.num_logits(start, start + count)
-        return cls(sequence, count, count == sequence.num_uncached, num_prompt_logits)
-
-    @property
-    def first_layer(self) -> int:
-        captures = self.sequence.captures
-        return 0 if captures is None else captures.first_layer(self.sequence.num_cached)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether one token is computed, for the next one alone."""
-        return self.reaches_end and self.count == 1 and not self.num_prompt_logits
-
-    @property
-    def num_logits(self) -> int:
-        return max(int(self.reaches_end), self.num_prompt_logits)
 
 
 class SlotTable:
@@ -153,7 +119,7 @@ class Scheduler:
         self._beginnings: Beginnings | None = None  # of `running` as it is in this step
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue the sequences of a caller. Beams of one search stay together: they wait for one another."""
+        """Queue the sequences of a caller."""
         caller = object()
         for sequence in sequences:
             sequence.caller = caller
@@ -173,9 +139,9 @@ class Scheduler:
         chunks = [Chunk.of(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) < len(self.running):
             self._add_prompts(chunks)
-        layers = {chunk.first_layer for chunk in chunks}  # a step begins with one, in turn
+        layers = {chunk.sequence.first_layer for chunk in chunks}  # a step begins with one, in turn
         self._layer = min(layers, default=0, key=lambda layer: (layer <= self._layer, layer))
-        return [chunk for chunk in chunks if chunk.first_layer == self._layer]
+        return [chunk for chunk in chunks if chunk.sequence.first_layer == self._layer]
 
     @property
     def finished(self) -> list[Sequence]:
@@ -199,21 +165,19 @@ class Scheduler:
         num_logits = LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
             if budget and not self._is_waiting_for_prefix(sequence):
-                count = min(sequence.num_uncached, budget)
-                if sequence.prompt_logprobs is not None:
-                    count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
+                count = min(sequence.num_uncached, budget, sequence.max_count(num_logits))
                 if count:
                     chunks.append(Chunk.of(sequence, count))
                     budget = budget - count
-                    num_logits = num_logits - chunks[-1].num_prompt_logits
+                    num_logits = num_logits - chunks[-1].num_part_logits
 
     def _admit_next(self) -> bool:
-        """Admit a sample, or all beams of a search, or make room. Return False if neither is possible."""
+        """Admit a sequence, or all that run together, or make room. Return False if neither is possible."""
         held = Counter(sequence.caller for sequence in self.running)
         callers = itertools.islice(self._waiting, len(held) + 1)  # of these, one at least holds none
         caller = min(callers, key=lambda caller: held[caller])
         queue = self._waiting[caller]
-        count = queue[0].params.num_beams
+        count = queue[0].num_together
         if count > self.slots.num_free:
             return not held[caller] and self._pause_one(held)
         for _ in range(count):
@@ -292,47 +256,3 @@ class Scheduler:
 
 def _num_shared(wanted: list[int], other: Sequence, ids: list[int]) -> int:
     return min(common_prefix(wanted, ids), max(other.num_cached, len(other.prompt_token_ids)))
-
-
-@dataclass(frozen=True)
-class StepInput:
-    chunks: list[Chunk]
-    drafts: Mapping[int, list[int]]  # by i, the tokens drafted to follow chunks[i]
-    batch: Batch
-    last_rows: list[int]  # for chunks[i], the row of logits after its last token; its draft's rows follow
-
-    @classmethod
-    def of(cls, chunks: list[Chunk], drafts: Mapping[int, list[int]]) -> "StepInput":
-        token_ids = [chunk.sequence.next_token_ids(chunk.count) for chunk in chunks]
-        embeds = _replace_virtual(chunks, token_ids)  # (E, C)
-        counts = [chunk.num_logits for chunk in chunks]
-        for i, draft in drafts.items():
-            token_ids[i], counts[i] = token_ids[i] + draft, counts[i] + len(draft)
-        starts = [c.sequence.num_cached for c in chunks]
-        slots = [c.sequence.slot for c in chunks]
-        batch = Batch.of(token_ids, starts, slots, counts, embeds)
-        last_rows = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
-        return cls(chunks, drafts, batch, last_rows)
-
-    def ends(self) -> list[tuple[int, Sequence]]:
-        """Return each sequence whose next token is due, with its row of logits."""
-        pairs = zip(self.last_rows, self.chunks, strict=True)
-        return [(row, chunk.sequence) for row, chunk in pairs if chunk.reaches_end]
-
-    def prompt_rows(self, i: int) -> slice:
-        return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)
-
-
-def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarray:
-    """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C)."""
-    parts, num_rows = [], 0
-    for i, chunk in enumerate(chunks):
-        virtual = chunk.sequence.sample.soft_prompt
-        start = chunk.sequence.num_cached
-        if virtual is None or start >= len(virtual):
-            continue
-        embeds = virtual.prompt.embeds[start : start + chunk.count]
-        token_ids[i] = [-1 - j for j in range(num_rows, num_rows + len(embeds))] + token_ids[i][len(embeds) :]
-        parts.append(embeds)
-        num_rows += len(embeds)
-    return np.concatenate(parts) if parts else NO_EMBEDS

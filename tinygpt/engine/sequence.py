@@ -1,23 +1,25 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import FailedRequestError
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
+from .part import Part
 from .prompts import Prompt
-from .sampling_state import PromptLogprobs, Sample, SamplingState, not_finite
+from .sampling_state import Sample, SamplingState, not_finite
 
 if TYPE_CHECKING:
-    from ..look.captures import Activations, Captures
     from ..text.tokenizer import Tokenizer
     from .guided import Guide
 
 FinishReason = Literal["stop", "length"]
+NO_PROMPT_LOGPROBS = {"prompt_logprobs": None, "prompt_cumulative_logprob": None}
 
 
 class SampledToken(NamedTuple):
@@ -29,25 +31,13 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
-class Search(Protocol):
-    """What chooses the tokens of several sequences together: `beam_search.Beams`."""
-
-    first: "Sequence"
-    num_candidates: int
-
-    def take(self, sequence: "Sequence", candidates: Any) -> None: ...
-    def advance(self, copy_positions: Callable[[int, int, int, int], None]) -> None: ...
-    def expire(self) -> None: ...
-
-
 @dataclass(eq=False)
 class Sequence:
     sample: Sample
     index: int = 0  # within its request
     text: TextStream | None = None  # None if the checkpoint has no tokenizer
     guide: "Guide | None" = None
-    prompt_logprobs: PromptLogprobs | None = None
-    captures: "Captures | None" = None
+    parts: tuple[Part, ...] = ()
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -58,6 +48,7 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    is_counted: bool = True  # whether its prompt counts as read, besides those of its search
     caller: object = None  # which shares its slots
     slot: int | None = None  # of the KV cache, while it runs
     num_cached: int = 0  # positions in that slot
@@ -69,7 +60,6 @@ class Sequence:
     finished_time: float | None = None
 
     sampling_state: SamplingState | None = None
-    beams: "Search | None" = None  # that choose its tokens
 
     def __post_init__(self):
         self.params = self.sample.params
@@ -100,7 +90,9 @@ class Sequence:
         shift = (self.sample.adapter + 1) << 32
         if shift:
             ids = [token_id + shift if token_id >= 0 else token_id - shift for token_id in ids]
-        return ids if self.captures is None else self.captures.prefix_ids(ids)
+        for part in self.parts:
+            ids = part.prefix_ids(ids)
+        return ids
 
     @property
     def num_uncached(self) -> int:
@@ -109,10 +101,8 @@ class Sequence:
     @property
     def max_prefix_tokens(self) -> int:
         """Tokens that may be copied from other sequences: not the last, and none whose logits or rows are wanted."""
-        if self.captures is not None and self.captures.names:
-            return 0
         count = self.num_cached + self.num_uncached - 1
-        return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.max_prefix_tokens)
+        return min([count, *(part.max_prefix_tokens for part in self.parts)])
 
     @property
     def num_copyable_positions(self) -> int:
@@ -120,14 +110,37 @@ class Sequence:
         return self.num_cached if self.has_finite_logits and self.error is None else 0
 
     @property
+    def wants_token(self) -> bool:
+        """Whether tokens follow the prompt."""
+        return self.params.max_tokens > 0
+
+    @property
     def needs_python(self) -> bool:
-        """Whether Python must act after each of its tokens: backends take single steps."""
-        return not (self.beams is None and self.captures is None and self.sample.window is None)
+        """Whether Python must act after its next token: backends take single steps."""
+        return self.sample.window is not None or any(part.acts_on_next(self) for part in self.parts)
 
     @property
     def can_pause(self) -> bool:
-        """Whether it can be computed again, unseen: beams run together, and functions of edits may count calls."""
-        return self.beams is None and all(edit.function is None for edit in self.params.edits or ())
+        """Whether it can be computed again, unseen."""
+        return all(part.can_pause for part in self.parts)
+
+    @property
+    def num_together(self) -> int:
+        """The number of sequences that run at once or not at all."""
+        return max([1, *(part.num_together for part in self.parts)])
+
+    @property
+    def first_layer(self) -> int:
+        """The layer that its next step begins with."""
+        return max([0, *(part.first_layer(self.num_cached) for part in self.parts)])
+
+    def num_part_logits(self, start: int, stop: int) -> int:
+        """Return how many of the last positions from `start` to `stop` need a row of logits for a part."""
+        return max([0, *(part.num_logits(start, stop) for part in self.parts)])
+
+    def max_count(self, room: int) -> int | float:
+        """Return how many of the next tokens need at most `room` rows of logits for a part."""
+        return min([math.inf, *(part.max_count(self.num_cached, room) for part in self.parts)])
 
     @property
     def has_to_slide(self) -> bool:
@@ -146,12 +159,6 @@ class Sequence:
     def not_finite(self) -> str:
         return not_finite(len(self) - 1, bool(self.params.edits))
 
-    @property
-    def activations(self) -> "Activations | None":
-        """The last token never runs."""
-        has_none = self.captures is None or not self.captures.names
-        return None if has_none else self.captures.activations(self.context_token_ids[:-1])
-
     # Its place in the KV cache.
 
     def enter(self, slot: int, num_cached: int) -> None:
@@ -169,10 +176,8 @@ class Sequence:
         self.num_cached, self.has_finite_logits = 0, False
         if not self.new_token_ids:
             self.num_reused = 0
-        if self.captures is not None:
-            self.captures.rows.clear()
-        if self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete:
-            self.prompt_logprobs.found.clear()
+        for part in self.parts:
+            part.restart()
 
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""
@@ -220,8 +225,23 @@ class Sequence:
         if self.guide is not None:
             self.guide.restart()
 
+    def end_with_prompt(self) -> None:
+        """End a sequence that no token follows, once its prompt is computed."""
+        if self.error is None:
+            self._end_as("length", None)
+
     def expire(self) -> None:
-        text = self._finish("length", "max_time")
+        """End the sequence as its time is over, with all that run together."""
+        for part in self.parts:
+            part.expire()
+        if not self.is_finished:
+            self.end_early()
+
+    def end_early(self) -> None:
+        self._end_as("length", "max_time")
+
+    def _end_as(self, reason: FinishReason, stop_reason: str | None) -> None:
+        text = self._finish(reason, stop_reason)
         if self.sample.on_chunk is not None:
             self._give(text, None)
 
@@ -258,15 +278,15 @@ class Sequence:
     def _give(self, text: str, token: SampledToken | None) -> None:
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
         is_first = len(self.new_token_ids) == (token is not None)
-        prompt_logprobs = None
-        if self.prompt_logprobs is not None and is_first:
-            reported = self.prompt_logprobs.reported
-            prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         chunk = StreamChunk(
-            text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason
+            text, token_id, self.finish_reason, self.index, logprobs, stop_reason=self.stop_reason
         )
-        if self.captures is not None and self.is_finished:
-            chunk = chunk._replace(activations=self.activations)
+        for part in self.parts:
+            prompt_logprobs = part.request_fields().get("prompt_logprobs") if is_first else None
+            if prompt_logprobs is not None:
+                chunk = chunk._replace(prompt_logprobs=[copied(entry) for entry in prompt_logprobs])
+            if self.is_finished:
+                chunk = chunk._replace(**part.sample_fields(self))
         try:
             self.sample.on_chunk(chunk)
         except BaseException as error:  # a user's: it must not reach the step's other sequences
@@ -291,6 +311,9 @@ class Request:
     arrival: float = field(default_factory=time.perf_counter)
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
     tokenizer: "Tokenizer | None" = None  # of the output, which notebooks show by it
+    result_of: Callable[[RequestOutput], Any] | None = (
+        None  # the output, or made of it: an embedding, a score
+    )
 
     def when_finished(self, call: Callable[[], None]) -> None:
         left = len(self.sequences)
@@ -304,24 +327,27 @@ class Request:
         for sequence in self.sequences:
             sequence.on_end = end_one
 
-    def output(self) -> RequestOutput:
-        """Return the output of a finished request. Raise FailedRequestError if a sequence failed."""
-        wanted = self.sequences[0].prompt_logprobs
-        for error in [s.error for s in self.sequences] + [wanted and wanted.error(bool(self.params.edits))]:
-            if error:
+    def output(self) -> Any:
+        """Return the result of a finished request. Raise FailedRequestError if a sequence failed."""
+        first = self.sequences[0]
+        errors = [sequence.error for sequence in self.sequences] + [part.error(first) for part in first.parts]
+        for error in errors:
+            if error is not None:
                 raise FailedRequestError(error)
+        of_parts = {}
+        for part in first.parts:
+            of_parts |= part.request_fields()
         output = RequestOutput(
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
             metrics=self._metrics(),
-            prompt_logprobs=None if wanted is None else wanted.reported,
-            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
+            **NO_PROMPT_LOGPROBS | of_parts,
         )
         object.__setattr__(output, "tokenizer", self.tokenizer)  # frozen
-        return output
+        return output if self.result_of is None else self.result_of(output)
 
     def progress(self) -> Progress:
         count = sum(len(s.new_token_ids) for s in self.sequences)
@@ -363,6 +389,9 @@ def _mean_logprob(sequence: Sequence) -> float:
 
 def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
     wants_logprobs = sequence.params.logprobs is not None
+    of_parts = {}
+    for part in sequence.parts:
+        of_parts |= part.sample_fields(sequence)
     return CompletionOutput(
         index=rank,
         text=None if sequence.text is None else sequence.text.text,
@@ -373,7 +402,7 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
         score=sequence.score,
         seed=sequence.sample.seed,
-        activations=sequence.activations,
+        **of_parts,
     )
 
 

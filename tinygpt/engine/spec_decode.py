@@ -3,6 +3,7 @@
 Samples never depend on drafts: logits have the same bits in a step of any size, and draws are keyed by position.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -11,28 +12,75 @@ from weakref import WeakKeyDictionary
 from ..errors import RequestError
 from ..kernels.backend import Batch
 from ..llm_args import EngineConfig
+from ..sampling_params import SamplingParams
 from ..weights.config import ModelConfig
 from .model_runner import ModelRunner, ModelSource
+from .part import Part
 from .sampler import Sampler
 from .sampling_state import Sample
-from .scheduler import Chunk, StepInput
 from .sequence import Sequence, common_prefix
+from .step import Chunk, Step, num_after_first
 
 
-class Drafter:
-    """Drafts for the sequences of a step, as far as the step has room: by prompt lookup, or by the draft model."""
+class Drafter(Part):
+    """Drafts for sequences, as far as a step has room: by prompt lookup, or by the draft model.
+
+    All sequences of an engine share it.
+    """
 
     def __init__(self, engine_config: EngineConfig, draft_model: "DraftModel | None"):
         self._max_num_tokens = engine_config.max_num_batched_tokens
         self._max_num_logits = engine_config.max_num_logits
         self._draft_model = draft_model
 
+    def drafts_for(self, params: SamplingParams) -> bool:
+        """Return whether a request's sequences may have drafts: the model's or a search's own steps have none."""
+        has_own_steps = params.num_beams > 1 or params.capture or params.edits
+        return not has_own_steps and (self._draft_model is not None or params.prompt_lookup_num_tokens > 0)
+
     def close(self) -> None:
         self._draft_model = None
 
-    def propose(self, chunks: list[Chunk]) -> dict[int, list[int]]:
-        """Return drafts by i for chunks[i] that reach their sequence's last token."""
-        wanted = {i: count for i, chunk in enumerate(chunks) if (count := self.num_wanted(chunk))}
+    def acts_on_next(self, sequence: Sequence) -> bool:
+        return self.num_wanted(sequence) > 0
+
+    def num_wanted(self, sequence: Sequence) -> int:
+        count = sequence.params.prompt_lookup_num_tokens
+        if not count and self._draft_model is not None:
+            count = self._draft_model.num_speculative_tokens
+        if (window := sequence.sample.window) is not None:
+            count = min(count, window.size - len(sequence) + sequence.num_dropped)
+        return min(count, sequence.params.max_tokens - len(sequence.new_token_ids) - 1)
+
+    @classmethod
+    def before(cls, step: Step, parts: "dict[int, Drafter]") -> None:
+        drafter = next(iter(parts.values()))
+        step.drafts |= drafter.propose(step.chunks, parts)
+        step.chosen.update(step.drafts)
+
+    @classmethod
+    def after(cls, step: Step, parts: "dict[int, Drafter]", logits: Any) -> None:
+        """Sample on, as long as the sampled tokens are the drafted ones."""
+        sequences = [step.chunks[i].sequence for i in step.drafts]
+        num_before = num_after_first(sequences)
+        running = list(step.drafts)
+        num_confirmed = 0
+        while running:
+            rows = [step.last_rows[i] + num_confirmed for i in running]
+            drawing = [step.chunks[i].sequence for i in running]
+            for sequence, token in zip(drawing, step.sampler.sample(logits[rows], drawing), strict=True):
+                sequence.append(token)
+                sequence.num_cached += num_confirmed > 0
+            running = [
+                i for i in running if _is_confirmed(step.chunks[i].sequence, step.drafts[i], num_confirmed)
+            ]
+            num_confirmed += 1
+        step.num_new += num_after_first(sequences) - num_before
+
+    def propose(self, chunks: list[Chunk], drafted: Iterable[int]) -> dict[int, list[int]]:
+        """Return drafts by i for those of chunks[i] that reach their sequence's last token."""
+        due = [i for i in drafted if chunks[i].is_due]
+        wanted = {i: count for i in due if (count := self.num_wanted(chunks[i].sequence)) > 0}
         if not wanted:
             return {}
         num_tokens = sum(chunk.count for chunk in chunks)
@@ -56,34 +104,11 @@ class Drafter:
             drafts |= zip(by_model, proposed, strict=True)
         return {i: draft for i, draft in drafts.items() if draft}
 
-    def num_wanted(self, chunk: Chunk) -> int:
-        sequence = chunk.sequence
-        count = sequence.params.prompt_lookup_num_tokens
-        if not count and self._draft_model is not None:
-            count = self._draft_model.num_speculative_tokens
-        if not count or sequence.beams is not None or sequence.captures is not None or not chunk.reaches_end:
-            return 0
-        if (window := sequence.sample.window) is not None:
-            count = min(count, window.size - len(sequence) + sequence.num_dropped)
-        return min(count, sequence.params.max_tokens - len(sequence.new_token_ids) - 1)
 
-
-def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
-    """Sample on, from the step's logits (R, V), as long as the sampled tokens are the drafted ones."""
-    num_tokens, running = 0, list(step.drafts)
-    while running := [i for i in running if _is_confirmed(step.chunks[i], step.drafts[i], num_tokens)]:
-        num_tokens += 1
-        sequences = [step.chunks[i].sequence for i in running]
-        tokens = sampler.sample(logits[[step.last_rows[i] + num_tokens for i in running]], sequences)
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.append(token)
-            sequence.num_cached += 1
-
-
-def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
-    if index == len(draft) or chunk.sequence.is_finished:
+def _is_confirmed(sequence: Sequence, draft: list[int], index: int) -> bool:
+    if index == len(draft) or sequence.is_finished:
         return False
-    return chunk.sequence.new_token_ids[-1] == draft[index]
+    return sequence.new_token_ids[-1] == draft[index]
 
 
 def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[int]:

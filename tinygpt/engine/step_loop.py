@@ -1,9 +1,10 @@
 """StepLoop: schedule, run, sample, record. The engine's thread alone calls it."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,9 +13,9 @@ from ..llm_args import EngineConfig
 from ..outputs import Throughput
 from .model_runner import ModelRunner
 from .sampler import Sampler, draws_of, gather_warpers, sampled
-from .scheduler import Chunk, Scheduler, SlotTable, StepInput
+from .scheduler import Scheduler, SlotTable
 from .sequence import Sequence
-from .spec_decode import Drafter, DraftModel, confirm_drafts
+from .step import Chunk, Step, num_after_first
 
 # Seconds of decode steps in one call: of the backend if a caller streams, and of the engine between two commands.
 STREAM_SECONDS, CALL_SECONDS = 0.05, 0.1
@@ -33,8 +34,13 @@ class StepTimer:
         return max(1, int(seconds / self._seconds)) if self._seconds else 1
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class StepLoop:
-    def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None):
+    def __init__(self, runner: ModelRunner, engine_config: EngineConfig, to_close: Iterable[Closable] = ()):
+        """to_close: what the sequences' parts need, closed with the loop."""
         slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
         max_num_tokens = engine_config.max_num_batched_tokens
         self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._prepare_slot)
@@ -42,7 +48,7 @@ class StepLoop:
         self.runner = runner
         self.sampler = Sampler(runner.backend)
         self._max_model_len = engine_config.max_model_len
-        self._drafter = Drafter(engine_config, draft_model)
+        self._to_close = to_close
         self._timed: set[Sequence] = set()  # the sequences that have a deadline
         self._timer = StepTimer()
 
@@ -63,117 +69,92 @@ class StepLoop:
 
     def close(self) -> None:
         self.runner.close()
-        self._drafter.close()
         self.sampler.close()
+        for closable in self._to_close:
+            closable.close()
 
     def step(self, seconds: float = 0.0) -> None:
         """Run a forward pass, or as many as fit into `seconds` if no sequence needs a look in between."""
         self._expire()
         if chunks := self.scheduler.schedule():
             started = time.perf_counter()
-            num_read = _num_read(chunks)
-            texts = [chunk.sequence for chunk in chunks if chunk.sequence.beams is None]
-            searches = {chunk.sequence.beams for chunk in chunks if chunk.sequence.new_token_ids} - {None}
-            num_before = _num_after_first(texts)
-            self._run(chunks, seconds)
-            num_new = len(searches) + _num_after_first(texts) - num_before
-            share = num_read / ((num_read + num_new) or 1)
+            num_read = sum(chunk.count for chunk in chunks if chunk.reads_prompt)
+            num_steps = self._choose_num_steps(chunks, seconds)
+            if num_steps > 1:
+                num_steps, num_new = self._run_several(chunks, num_steps)
+            else:
+                num_new = self._run_one(chunks)
             took = time.perf_counter() - started
+            self._timer.note(took, num_steps)
+            share = num_read / ((num_read + num_new) or 1)
             self.throughput += Throughput(num_read, share * took, num_new, (1 - share) * took)
         for sequence in self.scheduler.finished:
             self._end(sequence)
 
-    def _run(self, chunks: list[Chunk], seconds: float) -> None:
-        started = time.perf_counter()
-        num_steps = self._choose_num_steps(chunks, seconds)
-        if num_steps > 1:
-            num_steps = self._run_several(chunks, num_steps)
-        else:
-            self._run_one(chunks)
-        self._timer.note(time.perf_counter() - started, num_steps)
-        for beams in dict.fromkeys(sequence.beams for sequence in self.scheduler.running):
-            if beams is not None:
-                beams.advance(self.runner.copy_positions)
-
-    def _run_one(self, chunks: list[Chunk]) -> None:
-        step = StepInput.of(chunks, self._drafter.propose(chunks))
-        self.sampler.compute_masks([sequence for _, sequence in step.ends()])
+    def _run_one(self, chunks: list[Chunk]) -> int:
+        """Run a step. Return its new tokens after the first of each text."""
+        step = Step(chunks, self.runner, self.sampler)
+        parts_by_class = step.parts_by_class()
+        for part_class, parts in parts_by_class:
+            part_class.before(step, parts)
+        self.sampler.compute_masks(step.due())
         logits = self._forward(step)  # (R, V)
-        for i, chunk in enumerate(chunks):  # before sampling, which may write over the logits
-            if chunk.num_prompt_logits:
-                chunk.sequence.prompt_logprobs.read(self.runner.backend, logits[step.prompt_rows(i)])
-        self._choose_tokens(logits, step)
         for chunk in chunks:
             chunk.sequence.num_cached += chunk.count
-        confirm_drafts(self.sampler, logits, step)
+        for part_class, parts in parts_by_class:
+            part_class.after(step, parts, logits)
+        self._draw(step, logits)
+        for chunk in chunks:
+            if chunk.reaches_end and not chunk.sequence.wants_token:
+                chunk.sequence.end_with_prompt()
+        return step.num_new
 
-    def _forward(self, step: StepInput) -> Any:
-        captures = {
-            i: chunk.sequence.captures
-            for i, chunk in enumerate(step.chunks)
-            if chunk.sequence.captures is not None
-        }
-        if not captures:
-            return self.runner.forward(replace(step.batch, top=lambda: self._top_of(step)))
-        from ..look.captures import StepCaptures
+    def _forward(self, step: Step) -> Any:
+        batch = replace(step.batch, top=lambda: self._top_of(step))
+        return self.runner.forward(batch) if step.look is None else self.runner.forward(batch, step.look)
 
-        look = StepCaptures(step.batch, captures, step.chunks[0].first_layer)
-        logits = self.runner.forward(step.batch, look)
-        for i, error in look.failed.items():
-            step.chunks[i].sequence.error = error
-        return logits
-
-    def _top_of(self, step: StepInput) -> np.ndarray | None:
+    def _top_of(self, step: Step) -> np.ndarray | None:
         """Return how many greatest logits (R,) are wanted of each row, or None if all are."""
-        sequences = [sequence for _, sequence in step.ends() if sequence.beams is None]
-        has_others = len(sequences) < step.batch.logit_rows.size
-        if has_others or any(chunk.num_prompt_logits for chunk in step.chunks):
+        drawn = step.drawn()
+        if len(drawn) < step.batch.logit_rows.size or any(step.chunks[i].num_part_logits for i in drawn):
             return None
-        return self.sampler.top_of(sequences)
+        return self.sampler.top_of([step.chunks[i].sequence for i in drawn])
 
-    def _choose_tokens(self, logits: Any, step: StepInput) -> None:
-        ends = step.ends()
-        if searched := [end for end in ends if end[1].beams is not None]:
-            from .beam_search import predict
-
-            own, sequences = _rows_of(logits, searched)  # first: the sampler may write over the logits
-            predictions = predict(self.sampler, own, sequences)
-            for sequence, prediction in zip(sequences, predictions, strict=True):
-                sequence.beams.take(sequence, prediction)
-        if drawn := [end for end in ends if end[1].beams is None]:
-            own, sequences = _rows_of(logits, drawn)
-            for sequence, token in zip(sequences, self.sampler.sample(own, sequences), strict=True):
+    def _draw(self, step: Step, logits: Any) -> None:
+        """Draw the next tokens that no part chooses."""
+        if drawn := step.drawn():
+            rows, sequences = step.logits_of(logits, drawn)
+            num_before = num_after_first(sequences)
+            for sequence, token in zip(sequences, self.sampler.sample(rows, sequences), strict=True):
                 sequence.append(token)
+            step.num_new += num_after_first(sequences) - num_before
 
     # Several decode steps in one call, if the backend chooses the tokens. On a GPU, later steps run while Python reads
     # the tokens of earlier ones; on a CPU, Python costs a tenth of a step.
 
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
-        for chunk in chunks:
-            sequence = chunk.sequence
-            params = sequence.params
-            ends_by_text = params.stop or params.repetition_detection is not None
-            if not sequence.new_token_ids or ends_by_text or self._drafter.num_wanted(chunk):
-                seconds = 0.0  # the time of the first token is reported
-            elif sequence.sample.on_chunk is not None:
-                seconds = min(seconds, STREAM_SECONDS)
+        budgets = [seconds, *(_seconds_for(chunk.sequence) for chunk in chunks)]
         if self._timed:
-            seconds = min(
-                seconds, min(sequence.sample.deadline for sequence in self._timed) - time.perf_counter()
-            )
-        steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))
-        if steps == 1:
+            deadline = min(sequence.sample.deadline for sequence in self._timed)
+            budgets.append(deadline - time.perf_counter())
+        steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(min(budgets)))
+        if steps == 1 or any(self._needs_one_step(chunk) for chunk in chunks):
             return 1
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if sequence.needs_python or not (chunk.is_decode and self.sampler.is_drawn_alone(sequence)):
-                return 1
-            room = self._max_model_len - sequence.num_cached
-            steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))
-        return steps
+        return min([steps, *(self._room_of(chunk.sequence) for chunk in chunks)])
 
-    def _run_several(self, chunks: list[Chunk], steps: int) -> int:
+    def _needs_one_step(self, chunk: Chunk) -> bool:
+        is_alone = chunk.is_decode and self.sampler.is_drawn_alone(chunk.sequence)
+        return not is_alone or chunk.sequence.needs_python
+
+    def _room_of(self, sequence: Sequence) -> int:
+        """Return the most tokens that the sequence may get."""
+        positions = self._max_model_len - sequence.num_cached
+        return min(positions, sequence.params.max_tokens - len(sequence.new_token_ids))
+
+    def _run_several(self, chunks: list[Chunk], steps: int) -> tuple[int, int]:
+        """Run up to so many decode steps. Return how many ran, and their new tokens."""
         sequences = [chunk.sequence for chunk in chunks]
+        num_before = num_after_first(sequences)
         starts = [s.num_cached for s in sequences]
         slots = [s.slot for s in sequences]
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
@@ -198,13 +179,13 @@ class StepLoop:
                     sequence.num_cached += 1
                 if sequence.is_finished:
                     self.runner.stop_early(True)  # another sequence may have the slot
-        return taken
+        return taken, num_after_first(sequences) - num_before
 
     def _expire(self) -> None:
         now = time.perf_counter()
         for sequence in [sequence for sequence in self._timed if sequence.sample.deadline <= now]:
             if not sequence.is_finished:
-                (sequence.beams or sequence).expire()
+                sequence.expire()
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -224,17 +205,11 @@ class StepLoop:
             sequence.reuse(len(virtual))
 
 
-def _rows_of(logits: Any, ends: list[tuple[int, Sequence]]) -> tuple[Any, list[Sequence]]:
-    """Return rows of the logits (R, V), without a copy if they are all, and their sequences."""
-    rows = [row for row, _ in ends]
-    return logits if len(rows) == len(logits) else logits[rows], [sequence for _, sequence in ends]
-
-
-def _num_read(chunks: list[Chunk]) -> int:
-    """Return the prompt tokens in the chunks; a beam search counts once."""
-    firsts = (c for c in chunks if c.sequence.beams is None or c.sequence is c.sequence.beams.first)
-    return sum(chunk.count for chunk in firsts if not chunk.sequence.new_token_ids)
-
-
-def _num_after_first(sequences: list[Sequence]) -> int:
-    return sum(max(len(sequence.new_token_ids) - 1, 0) for sequence in sequences)
+def _seconds_for(sequence: Sequence) -> float:
+    """Return how long the sequence's steps may take together."""
+    params = sequence.params
+    is_first = not sequence.new_token_ids  # whose time is reported
+    may_end_by_text = params.stop or params.repetition_detection is not None
+    if is_first or may_end_by_text:
+        return 0.0
+    return inf if sequence.sample.on_chunk is None else STREAM_SECONDS

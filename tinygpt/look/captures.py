@@ -1,5 +1,6 @@
 """Captures: the activations and edits of a request and of a step, by name, with TransformerLens's methods."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -7,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.part import Part
 from ..errors import RequestError
 from ..kernels import numbers
 from ..kernels.backend import SCORES, Batch
+from . import LAST_HIDDEN_STATE, LOGITS, OUTPUTS
 from .edits import Edit, PlacedEdit, place, salt_of
 from .hooks import BEFORE, HookPoints, Looked, Names
 
@@ -223,10 +226,11 @@ def _positions(array: np.ndarray, pos_slice: Any) -> np.ndarray:
     return array if pos_slice is None else array[..., pos_slice, :]
 
 
-@dataclass
-class Captures:
+@dataclass(eq=False)
+class Captures(Part):
     """The captures of one sequence, by name, and its edits. rows: (n, ...) of the places that captures need."""
 
+    turn = 1  # its look has the rows of a step with all drafts
     points: HookPoints | None = None
     names: Sequence[str] = ()
     edits: Mapping[Place, list[PlacedEdit]] = field(default_factory=dict)
@@ -235,6 +239,7 @@ class Captures:
     begin: tuple[int, int] = (0, 0)  # a layer whose input edits set, and from which position on
     sources: frozenset[Place] = frozenset()
     rows: dict[Place, list[np.ndarray]] = field(default_factory=dict)
+    _activations: Activations | None = None
 
     @classmethod
     def of(
@@ -258,19 +263,71 @@ class Captures:
         salt = salt_of(edits, num_prompt) ^ begin[0] << 40  # the layers before it write no keys
         return cls(points, names, placed, first, salt, begin, sources)
 
+    @property
+    def can_pause(self) -> bool:
+        """False if a function of an edit may count its calls."""
+        return all(placed.edit.function is None for several in self.edits.values() for placed in several)
+
+    @property
+    def max_prefix_tokens(self) -> int | float:
+        return 0 if self.sources else math.inf
+
+    def add_logits(self) -> None:
+        """Capture the logits, too, without a name among the activations."""
+        self.sources |= {(LOGITS, self.points.last_layer)}
+
+    def acts_on_next(self, sequence: Any) -> bool:
+        return True
+
     def first_layer(self, position: int) -> int:
-        """Return the layer that a step from this position on begins with."""
         layer, start = self.begin
         return layer if position >= start else 0
+
+    def num_logits(self, start: int, stop: int) -> int:
+        return stop - start if self._wants(LOGITS) else 0
+
+    def max_count(self, start: int, room: int) -> int | float:
+        return room if self._wants(LOGITS) else math.inf
+
+    def restart(self) -> None:
+        self.rows.clear()
+
+    def sample_fields(self, sequence: Any) -> dict[str, Any]:
+        if not self.sources:
+            return {}
+        token_ids = sequence.context_token_ids
+        return {"activations": self.activations(token_ids[:-1] if sequence.new_token_ids else token_ids)}
+
+    @classmethod
+    def before(cls, step: Any, parts: "dict[int, Captures]") -> None:
+        look = StepCaptures(step.batch, parts, step.chunks[0].sequence.first_layer)
+        step.look = look if look.points else None
+
+    @classmethod
+    def after(cls, step: Any, parts: "dict[int, Captures]", logits: Any) -> None:
+        failed = {} if step.look is None else step.look.failed
+        for i, captures in parts.items():
+            chunk = step.chunks[i]
+            if i in failed:
+                chunk.sequence.error = failed[i]
+                continue
+            if captures._wants(LOGITS):
+                captures._keep(LOGITS, logits[step.rows_of(i, chunk.count)])
+            if captures._wants(LAST_HIDDEN_STATE):
+                stream = captures.rows["resid_post", captures.points.last_layer][-1]  # (n, C)
+                captures._keep(LAST_HIDDEN_STATE, step.runner.final_norm(stream))
+
+    def _wants(self, kind: str) -> bool:
+        return self.points is not None and (kind, self.points.last_layer) in self.sources
+
+    def _keep(self, kind: str, rows: np.ndarray) -> None:
+        self.rows.setdefault((kind, self.points.last_layer), []).append(rows.astype(np.float32))  # a copy
 
     def num_bytes(self, length: int) -> int:
         return sum(self.points.num_bytes(name, length) for name in self.names)
 
     def copy(self) -> "Captures":
         return replace(self, rows={})
-
-    def step(self, batch: Batch) -> "StepCaptures":
-        return StepCaptures(batch, {0: self})
 
     def record(self, where: Place, rows: np.ndarray, start: int) -> None:
         """Edit rows (n, ...), of positions from `start` on, and capture them."""
@@ -285,8 +342,12 @@ class Captures:
         return token_ids[:first] + [salt + token_id for token_id in token_ids[first:]]
 
     def activations(self, token_ids: list[int]) -> Activations:
-        rows = {where: _joined(where[0], parts) for where, parts in self.rows.items()}
-        return Activations(self.points, self.names, rows, token_ids)
+        """Return the activations of a finished sequence, in place of its rows."""
+        if self._activations is None:
+            joined = {where: _joined(where[0], parts) for where, parts in self.rows.items()}
+            self.rows.clear()
+            self._activations = Activations(self.points, self.names, joined, token_ids)
+        return self._activations
 
 
 def check_size(captures: Captures, length: int, count: int, limit: int) -> None:
@@ -310,7 +371,8 @@ class StepCaptures:
         self.first, self.failed = first, {}  # the error of a sequence's function, by number
         rows = {s: slice(*batch.seq_starts[s : s + 2]) for s in captures}
         self._captures = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in captures.items()]
-        self.points = {where for one in captures.values() for where in (*one.sources, *one.edits)}
+        wanted = {where for one in captures.values() for where in (*one.sources, *one.edits)}
+        self.points = {(kind, layer) for kind, layer in wanted if kind not in OUTPUTS}
         self.changes = any(one.edits for one in captures.values())
         self._slots = batch.slots
 
@@ -351,20 +413,3 @@ def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
     fill = 0.0 if kind == "pattern" else -np.inf
     padded = [np.pad(p, ((0, 0), (0, 0), (0, length - p.shape[-1])), constant_values=fill) for p in parts]
     return np.concatenate(padded)
-
-
-def given(batch: Batch, num_layers: int, stream: np.ndarray) -> StepCaptures:
-    """Give the head this stream (N, C), through no layer."""
-    edit = Edit("resid_post", keep=0, value=stream)
-    placed = {("resid_post", num_layers - 1): [PlacedEdit(edit, range(len(stream)), True)]}
-    return StepCaptures(batch, {0: Captures(edits=placed)}, first=num_layers)
-
-
-def captured(
-    forward: Callable[[Batch, StepCaptures], Any], batches: Iterable[Batch], places: Sequence[Place]
-) -> list[np.ndarray]:
-    """Run forward(batch, hooks) for the steps of one sequence. Return the rows (T, ...) of each place."""
-    captures = Captures(sources=frozenset(places))
-    for batch in batches:
-        forward(batch, captures.step(batch))
-    return [np.concatenate(captures.rows[place]) for place in places]

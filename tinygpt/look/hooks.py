@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import RequestError, invalid, suggest
 from ..weights.config import ModelConfig
+from . import LAST_HIDDEN_STATE, LOGITS, OUTPUTS
 
 # A name with * or a short form, several, a function of a name, or None for all but hook_result.
 Names = str | Iterable[str] | Callable[[str], bool] | None
@@ -44,6 +45,8 @@ SOURCES = {
     "result": ("z",),
     **dict.fromkeys(("ln2.scale", "ln2.normalized"), ("resid_mid",)),
     **dict.fromkeys(AFTER, ("resid_post",)),
+    LAST_HIDDEN_STATE: ("resid_post", LAST_HIDDEN_STATE),
+    LOGITS: (LOGITS,),
 }
 
 
@@ -79,10 +82,15 @@ class HookPoints:
         self.places: dict[str, tuple[str, int]] = {name: (kind, 0) for kind, name in BEFORE.items()}
         for layer in range(config.n_layer):
             self.places |= {f"blocks.{layer}.{name}": (kind, layer) for kind, name in IN_LAYER.items()}
-        self.places |= {name: (kind, config.n_layer - 1) for kind, name in AFTER.items()}
+        self.places |= {name: (kind, self.last_layer) for kind, name in AFTER.items()}
         self.places = {name: place for name, place in self.places.items() if self._has(*place)}
-        self.names = {place: name for name, place in self.places.items()}
         self._aliases = {name: _aliases(name) for name in self.places}
+        self.places |= {kind: (kind, self.last_layer) for kind in OUTPUTS}
+        self.names = {place: name for name, place in self.places.items()}
+
+    @property
+    def last_layer(self) -> int:
+        return self.config.n_layer - 1
 
     def find(self, given: Names, field: str) -> list[str]:
         """Return names: of a list with * and short forms such as "z", of a function, or all but hook_result.
@@ -90,9 +98,9 @@ class HookPoints:
         A short form is every layer's. Raise RequestError for an unknown name.
         """
         if given is None:
-            return [name for name, (kind, _) in self.places.items() if kind != "result"]
+            return [name for name in self._aliases if self.places[name][0] != "result"]
         if callable(given):
-            return [name for name in self.places if given(name)]
+            return [name for name in self._aliases if given(name)]
         found = set()
         num_patterns = 0
         for pattern in [given] if isinstance(given, str) or not isinstance(given, Iterable) else given:
@@ -140,6 +148,8 @@ class HookPoints:
             **dict.fromkeys(("pre", "post"), (c.inner_size,)),
             "result": (c.n_head, c.n_embd),
         }
+        if kind == LOGITS:
+            return (c.vocab_size,)
         return of_kind.get(kind, (1,) if kind.endswith(".scale") else (c.n_embd,))
 
     def num_bytes(self, name: str, length: int) -> int:

@@ -1,28 +1,27 @@
 """The methods of an LLM that look inside: logits, hidden states, activations, causal traces and control vectors."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelRunner, ModelSource
+from ..engine.model_runner import ModelSource
 from ..engine.prompts import Prompts, PromptType, prompt_list
-from ..errors import FailedRequestError, RequestError, invalid
-from ..kernels import numbers
-from ..kernels.backend import Batch
-from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs
+from ..errors import RequestError, invalid
+from ..llm_args import LLMArgs
 from ..sampling_params import SamplingParams
 from ..weights.checkpoint import PackedCheckpoint, UnpackedCheckpoint
 from ..weights.config import ModelConfig
+from . import LAST_HIDDEN_STATE, LOGITS
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.input_processor import InputProcessor
     from ..engine.sequence import Request
     from ..outputs import RequestOutput
-    from .captures import ActivationCache, Activations, Captures, Place
+    from .captures import ActivationCache, Activations
     from .edits import ControlVector, EditsType
     from .hooks import HookPoints, Names
 
@@ -33,87 +32,11 @@ POOLINGS = {
 }
 
 
-class Probe:
-    """Computes in a slot that steps never use. The engine's thread alone calls the methods."""
-
-    def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
-        self._runner = runner
-        self._layers = range(runner.config.n_layer)
-        self._last = "resid_post", self._layers[-1]
-        self._slot = engine_config.num_slots - 1
-        self._max_num_tokens = engine_config.max_num_batched_tokens
-        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
-
-    def logits(self, token_ids: list[int], captures: "Captures | None" = None) -> np.ndarray:
-        """Return logits (T, V). captures: of all positions. Raise FailedRequestError if an edit fails."""
-        if captures is None:  # copies: the next step overwrites them
-            return np.concatenate(
-                [self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")]
-            )
-        captures.sources |= {self._last}
-        for batch in self._batches(token_ids, [0]):
-            look = captures.step(batch)
-            self._runner.forward(batch, look)
-            if look.failed:
-                raise FailedRequestError(look.failed[0])
-        return self.logits_of(np.concatenate(captures.rows[self._last]))
-
-    def logits_of(self, stream: np.ndarray) -> np.ndarray:
-        """Return logits (N, V) of a residual stream (N, C) after the last layer."""
-        from .captures import given
-
-        found = np.empty((len(stream), self._runner.config.vocab_size), np.float32)
-        for start in range(0, len(stream), self._chunk_size):
-            rows = stream[start : start + self._chunk_size]
-            batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
-            found[start : start + len(rows)] = self._runner.forward(
-                batch, given(batch, len(self._layers), rows)
-            )
-        return found
-
-    def hidden_states(self, token_ids: list[int], before_norm: bool) -> np.ndarray:
-        """Return (L + 1, T, C)."""
-        states = self._captured(token_ids, [*(("resid_pre", layer) for layer in self._layers), self._last])
-        if not before_norm:
-            states[-1] = self._runner.final_norm(states[-1])
-        return np.stack(states, dtype=np.float32, casting="same_kind")
-
-    def last_states(self, token_ids: list[int]) -> np.ndarray:
-        """Return (T, C), after ln_f."""
-        (stream,) = self._captured(token_ids, [self._last])
-        return self._runner.final_norm(stream).astype(np.float32)
-
-    def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
-        return POOLINGS[pooling](self.last_states(token_ids))
-
-    def attentions(self, token_ids: list[int]) -> np.ndarray:
-        """Return (L, H, T, T), of the KV cache's keys."""
-        queries = self._captured(token_ids, [("q", layer) for layer in self._layers])  # (T, H, D) each
-        keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-        config = self._runner.config
-        maps = np.empty((*keys.shape[:3], len(token_ids)), np.float32)
-        for layer in self._layers:
-            scores = numbers.attention_scores(queries[layer], keys[layer], config.attention(layer))
-            maps[layer] = numbers.softmax(scores)
-        return maps
-
-    def _captured(self, token_ids: list[int], places: "list[Place]") -> list[np.ndarray]:
-        from .captures import captured
-
-        return captured(self._runner.forward, self._batches(token_ids, [0]), places)
-
-    def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
-        size = self._chunk_size if logits_of == "all" else self._max_num_tokens
-        for first in range(0, len(token_ids), size):
-            yield Batch.of([token_ids[first : first + size]], [first], [self._slot], logits_of)
-
-
 class LookMethods:
     config: ModelConfig
     engine: "Engine"
     _inputs: "InputProcessor"
-    _probe: Probe
-    _run: "Callable[[list[Request]], Iterable[object]]"
+    _results: "Callable[[list[Request]], list]"
     generate: "Callable[..., list[RequestOutput]]"
 
     def run_with_cache(
@@ -128,8 +51,8 @@ class LookMethods:
         """
         from .captures import ActivationCache, stacked
 
-        logits, found = self._look("activations", _some("prompts", prompts), names, edits)
-        return stacked(logits), ActivationCache(found, self)
+        activations = self._look("activations", _some("prompts", prompts), names, edits)
+        return stacked([one[LOGITS] for one in activations]), ActivationCache(activations, self)
 
     def logits(self, token_ids: PromptType, edits: "EditsType" = ()) -> np.ndarray:
         """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
@@ -137,24 +60,30 @@ class LookMethods:
         edits: an Edit or a list of them.
         Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
-        (found,), _ = self._look("logits", [token_ids], (), edits)
-        return found
+        if SamplingParams(edits=edits).edits:
+            (activations,) = self._look("logits", [token_ids], (), edits)
+        else:
+            (activations,) = self._results(self._reading_requests("logits", [token_ids], LOGITS))
+        return activations[LOGITS]
 
     def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
         """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
 
         Raise as `logits` does.
         """
-        token_ids = self._read_ids("hidden states", token_ids)
-        return self.engine.call(partial(self._probe.hidden_states, token_ids, before_norm))
+        layers = range(self.config.n_layer)
+        last = f"blocks.{layers[-1]}.hook_resid_post" if before_norm else LAST_HIDDEN_STATE
+        names = [*(f"blocks.{layer}.hook_resid_pre" for layer in layers), last]
+        (activations,) = self._results(self._reading_requests("hidden states", [token_ids], names))
+        return np.stack([activations[name] for name in names])
 
     def attentions(self, token_ids: PromptType) -> np.ndarray:
         """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
 
         Raise as `logits` does.
         """
-        token_ids = self._read_ids("attentions", token_ids)
-        return self.engine.call(partial(self._probe.attentions, token_ids))
+        (activations,) = self._results(self._reading_requests("attentions", [token_ids], "pattern"))
+        return np.stack([*activations.values()], dtype=np.float32)
 
     def embed(self, prompts: Prompts, pooling: str = "last") -> np.ndarray:
         """Return (len(prompts), C) float32: a vector of the last hidden states of each prompt.
@@ -162,12 +91,7 @@ class LookMethods:
         prompts: texts or lists of token ids. pooling: "last" token, or "mean" or "sum" over all.
         Raise RequestError, before any work, as `logits` does.
         """
-        self.engine.check_open()
-        if pooling not in tuple(POOLINGS):
-            raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
-        given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        calls = [partial(self._probe.embedding, ids, pooling) for ids in given]
-        vectors = [self.engine.call(call) for call in calls]  # (C,) each
+        vectors = self._results(self._embedding_requests(prompts, pooling))  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def logit_lens(self, stream: Any) -> np.ndarray:
@@ -177,14 +101,14 @@ class LookMethods:
         if not stream.size or stream.shape[-1] != self.config.n_embd:
             raise RequestError(f"has shape {stream.shape} and must end in {self.config.n_embd}.", "stream")
         rows = stream.reshape(-1, self.config.n_embd)
-        return self.engine.call(partial(self._probe.logits_of, rows)).reshape(*stream.shape[:-1], -1)
+        return self.engine.call(partial(self.engine.runner.head, rows)).reshape(*stream.shape[:-1], -1)
 
     def diff(self, prompt: PromptType, edits: "EditsType", names: "Names" = None) -> dict[str, np.ndarray]:
         """Return masks (T, ...) of the activations in which edits change a bit, by name, in the order of a step.
 
         names: as for `run_with_cache`. Names without a change are not there.
         """
-        plain, edited = (self._look("activations", [prompt], names, some)[1][0] for some in ((), edits))
+        plain, edited = (self._look("activations", [prompt], names, some)[0] for some in ((), edits))
         masks = {name: plain[name].view(np.int32) != edited[name].view(np.int32) for name in plain}
         return {name: mask for name, mask in masks.items() if mask.any()}
 
@@ -205,8 +129,9 @@ class LookMethods:
         """
         from .edits import Edit
 
+        self.engine.check_open()
         clean_ids, ids, answer_ids = (
-            self._read_ids("a trace", prompt) for prompt in (clean, corrupted, answer)
+            self._inputs.read_ids("a trace", prompt) for prompt in (clean, corrupted, answer)
         )
         edits = SamplingParams(edits=edits).edits
         if len(clean_ids) != len(ids):
@@ -217,20 +142,18 @@ class LookMethods:
         score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
         first = score(edits)
         _ = score(Edit(kind, keep=0))  # refused before any work
-        _, (found,) = self._look("activations", [clean_ids], kind, ())
+        (found,) = self._look("activations", [clean_ids], kind, ())
         inputs = [f"blocks.{found.points.places[name][1]}.hook_resid_pre" for name in found]
-        _, (before,) = self._look("activations", [ids], inputs, edits)
+        (before,) = self._look("activations", [ids], inputs, edits)
         requests = []
         for name, stream in zip(found, inputs, strict=True):
             (rows := before[stream]).flags.writeable = False  # edits keep views
             for at in range(len(ids)):
                 own = Edit(stream, keep=0, value=rows[at:], at=slice(at, None))
                 requests += score((*edits, own, Edit(name, keep=0, value=found[name][at], at=at)))
-        for several in (first, requests):  # the first leaves its keys and values to the others
-            for _ in self._run(several):
-                pass
-        found_at = [sum(each.sequences[0].prompt_logprobs.logprobs) for each in requests]
-        return np.array(found_at).reshape(len(found), len(ids))
+        _ = self._results(first)  # it leaves its keys and values to the others
+        logprobs = [score.cumulative_logprob for score in self._results(requests)]
+        return np.array(logprobs).reshape(len(found), len(ids))
 
     def control_vector(self, positive: Prompts, negative: Prompts) -> "ControlVector":
         """Return the mean difference of two sets' residual streams at the last token, after layers 1 and later.
@@ -247,23 +170,45 @@ class LookMethods:
             means.append(np.mean(rows, axis=0))  # (L - 1, C)
         return ControlVector(dict(enumerate(means[0] - means[1], 1)))
 
-    def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
+    def _embedding_requests(self, prompts: Prompts, pooling: str) -> "list[Request]":
+        """Return a request for the vector (C,) of each prompt. Raise RequestError."""
         self.engine.check_open()
-        return self._inputs.read_ids(what, token_ids)
+        if pooling not in tuple(POOLINGS):
+            raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
+        pool = POOLINGS[pooling]
+        return self._reading_requests(
+            "embeddings", prompts, LAST_HIDDEN_STATE, lambda activations: pool(activations[LAST_HIDDEN_STATE])
+        )
 
-    def _look(
-        self, what: str, prompts: list, names: "Names", edits: "EditsType"
-    ) -> "tuple[list[np.ndarray], list[Activations]]":
-        """Return logits (T, V) and Activations of each prompt."""
-        given = [self._read_ids(what, prompt) for prompt in prompts]
-        edits = SamplingParams(edits=edits).edits
-        is_plain = what == "logits" and not edits
-        sizes = [(len(ids), len(ids), len(given)) for ids in given]
-        captures = [None if is_plain else self._inputs.captures(names, edits, *each) for each in sizes]
-        logits = [
-            self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, captures, strict=True)
+    def _reading_requests(
+        self,
+        what: str,
+        prompts: Prompts,
+        names: "Names",
+        result_of: "Callable[[Activations], Any] | None" = None,
+    ) -> "list[Request]":
+        """Return a request for activations of each prompt, or for what result_of makes of them.
+
+        what: the result, such as "embeddings".
+        """
+        self.engine.check_open()
+        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompt_list(prompts)]
+        return [
+            self._inputs.reading_request(ids, self._inputs.captures_of(names, ids), result_of)
+            for ids in ids_of_prompts
         ]
-        return logits, [one and one.activations(ids) for ids, one in zip(given, captures, strict=True)]
+
+    def _look(self, what: str, prompts: list, names: "Names", edits: "EditsType") -> "list[Activations]":
+        """Return Activations of each prompt, with the logits next to the names."""
+        self.engine.check_open()
+        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompts]
+        edits = SamplingParams(edits=edits).edits
+        requests = []
+        for ids in ids_of_prompts:
+            captures = self._inputs.captures(names, edits, len(ids), len(ids), len(ids_of_prompts))
+            captures.add_logits()
+            requests.append(self._inputs.reading_request(ids, captures, None, edits))
+        return self._results(requests)
 
 
 def _some(field: str, prompts: Prompts) -> list:
@@ -272,9 +217,13 @@ def _some(field: str, prompts: Prompts) -> list:
     return found
 
 
-def points_of(source: ModelSource, args: LLMArgs) -> "Callable[[], HookPoints]":
-    """Return a function that makes the points of a loaded model. It keeps no weights: parameters are read anew."""
+def points_of(source: ModelSource, args: LLMArgs, seen: Iterable[str] | None) -> "Callable[[], HookPoints]":
+    """Return a function that makes the points of a loaded model. It keeps no weights: parameters are read anew.
+
+    seen: kinds that are shown; None: the backend's.
+    """
     backend = source.backend
+    seen = backend.SEEN if seen is None else seen
     config = source.config
     kv_cache_dtype = source.kv_cache_dtype
     opened = cache(lambda: ModelSource.open(replace(args, lora_modules=None)).checkpoint)
@@ -291,6 +240,6 @@ def points_of(source: ModelSource, args: LLMArgs) -> "Callable[[], HookPoints]":
     def points() -> "HookPoints":
         from .hooks import HookPoints
 
-        return HookPoints(config, backend.SEEN, backend.CHANGED, tensor, kv_cache_dtype)
+        return HookPoints(config, seen, backend.CHANGED, tensor, kv_cache_dtype)
 
     return points

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..kernels.backend import NO_EMBEDS, Batch, Hooks
 from ..llm_args import EngineConfig, LLMArgs
 from .mpi import Layout, World, end_all, local_rank, rank_threads
-from .rank import RankModel, check_cut, tokens_of
+from .rank import SHOWN, RankModel, check_cut, tokens_of
 
 HEAD = 8  # integers of a plan before a batch, or without a model
 GROUP_STEPS = 4  # decode steps of a pipeline at once; a new sequence waits for all of them
@@ -248,16 +248,17 @@ class ParallelRunner(ModelRunner):
         self._params = loaded
 
     def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
-        """Run one step. `look` sees streams and queries, after the step, and changes nothing."""
+        """Run one step. `look` sees the kinds of SHOWN, after the step, and changes nothing."""
         if look is None:
             with self._order() as model:
                 self._lead.tell(Command.FORWARD, batch)
                 return model.forward(batch)
         if look.changes:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "edits")
-        for (kind, layer), rows in self._call("trace", batch).items():
+        rows_of_places, logits = self._call("forward_with", batch, frozenset(look.points))
+        for (kind, layer), rows in rows_of_places.items():
             look(kind, layer, rows)
-        return None
+        return logits
 
     def final_norm(self, x: np.ndarray) -> np.ndarray:
         return self._call("final_norm", x)
@@ -339,8 +340,9 @@ def run_groups(
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this program, seen from rank 0."""
+    """The ranks of this program, seen from rank 0. seen: the kinds of points that requests may capture."""
 
+    seen: ClassVar[tuple[str, ...]] = SHOWN
     lead: RankZeroDriver
     layout: Layout
 

@@ -10,12 +10,11 @@ import numpy as np
 
 from ..engine.model_runner import ModelSource, check_memory
 from ..errors import RequestError, TinyGPTError
-from ..kernels.backend import Batch
+from ..kernels.backend import Batch, Hooks
 from ..kernels.cpu.arrays import can_share
 from ..kernels.numbers import even_bounds
 from ..kernels.rank_share import RankBackend, RankShare
 from ..llm_args import EngineConfig
-from ..look.captures import Place, captured
 from ..weights.config import ModelConfig
 from .mpi import Layout, World
 
@@ -30,6 +29,9 @@ SUPPORTED = {
 RANK_DEVICES = ("cpu", "cuda")
 TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 NO_ROWS = np.empty(0, np.int32)
+HEADS = ("q", "k")  # kinds of points (N, H, D), of which each rank has its heads
+SHOWN = ("resid_pre", *HEADS, "resid_post")  # kinds of points that are gathered
+Place = tuple[str, int]  # a kind of point and a layer
 
 
 def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
@@ -114,6 +116,24 @@ def tokens_of(batch: Batch, start: int, stop: int) -> Batch:
     )
 
 
+class ShownRows:
+    """Hooks that copy the rows of some places."""
+
+    changes = False
+    first = 0
+
+    def __init__(self, points: set[Place]):
+        self.points = points
+        self._rows: dict[Place, list[np.ndarray]] = {}
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        if (kind, layer) in self.points:
+            self._rows.setdefault((kind, layer), []).append(array.astype(np.float32))
+
+    def joined(self) -> dict[Place, np.ndarray]:
+        return {place: np.concatenate(rows) for place, rows in self._rows.items()}
+
+
 class RankModel:
     """All ranks call the same methods in one order.
 
@@ -165,10 +185,10 @@ class RankModel:
         """Run a step. Return logits (R, V) on rank 0, valid until the next step."""
         return self.begin(batch)()
 
-    def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], Any]:
+    def begin(self, batch: Batch, first_row: int = 0, look: Hooks | None = None) -> Callable[[], Any]:
         """Start a step. Return a function that waits for the logits on rank 0.
 
-        first_row: in a buffer that several steps share.
+        first_row: in a buffer that several steps share. look: sees this rank's layers, numbered from 0.
         """
         row = 0
         found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
@@ -180,6 +200,7 @@ class RankModel:
                 replace(self._with_input(part), logit_rows=rows),
                 self._kv_cache,
                 self._workspace,
+                look,
             )
             self._pass_on(part)
             self._deliver(logits, None if found is None else found[row : row + len(logits)])
@@ -192,28 +213,30 @@ class RankModel:
 
         return finish
 
-    def trace(self, batch: Batch) -> dict[Place, np.ndarray] | None:
-        """Run a step. Return the streams (N, C) and queries (N, H, D) on rank 0."""
-        layers = range(len(self.share.layers))
-        kinds = ("resid_pre", "q", "resid_post") if self._tensor_rank == 0 else ("q",)  # streams are alike
-        places = [(kind, layer) for layer in layers for kind in kinds]
-        given = replace(self._with_input(batch), logit_rows=NO_ROWS)
-        on = self._params, given, self._kv_cache, self._workspace
-        rows = captured(lambda _, look: self._backend.forward(*on, look), [batch], places)
-        self._pass_on(batch)
+    def forward_with(
+        self, batch: Batch, places: frozenset[Place]
+    ) -> tuple[dict[Place, np.ndarray], Any] | None:
+        """Run a step. Return the rows of the places, kinds of SHOWN with layers, and the logits (R, V), on rank 0."""
         first = self.share.layers.start
-        mine = {(kind, first + layer): each for (kind, layer), each in zip(places, rows, strict=True)}
-        found = self._world.gather_objects(mine)
-        if found is None:
+        is_mine = self._tensor_rank == 0  # streams are alike
+        look = ShownRows(
+            {
+                (kind, layer - first)
+                for kind, layer in places
+                if layer in self.share.layers and (is_mine or kind in HEADS)
+            }
+        )
+        finish = self.begin(batch, look=look)
+        mine = {(kind, first + layer): rows for (kind, layer), rows in look.joined().items()}
+        gathered = self._world.gather_objects(mine)
+        logits = finish()
+        if gathered is None:
             return None
-        shares: dict[Place, list[np.ndarray]] = {}
-        for of_rank in found:
-            for place, each in of_rank.items():
-                shares.setdefault(place, []).append(each)
-        return {
-            (kind, layer): np.concatenate(each, axis=1) if kind == "q" else each[0]
-            for (kind, layer), each in shares.items()
-        }
+        of_place: dict[Place, list[np.ndarray]] = {}
+        for of_rank in gathered:
+            for place, rows in of_rank.items():
+                of_place.setdefault(place, []).append(rows)
+        return {place: np.concatenate(shares, axis=1) for place, shares in of_place.items()}, logits
 
     def final_norm(self, x: np.ndarray) -> np.ndarray | None:
         """Return ln_f of rows (N, C) on rank 0, from the last stage, which has its weights."""
