@@ -189,6 +189,11 @@ def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
     return () if value is None else tuple(_some(as_ids(ids)) for ids in value)
 
 
+def token_id_of(key: Any) -> Any:
+    """Return the token id that a key of JSON or of Arrow is the text of, or the key: int() refuses 5000 digits."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 20 else key
+
+
 def biases(limit: float) -> FieldRule:
     """A dict from token ids to numbers, or its pairs; kept as pairs, which can be hashed."""
     rule = between(-limit, limit)
