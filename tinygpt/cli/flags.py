@@ -68,8 +68,8 @@ def _with_default(about: str, default: Any) -> str:
     return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
 
 
-def _options(field: Field, default: Any) -> dict[str, Any]:
-    """field: of LLMArgs or SamplingParams."""
+def options_of(field: Field, default: Any) -> dict[str, Any]:
+    """Return the arguments of add_argument. field: of LLMArgs, SamplingParams or ServerConfig."""
     rule = field.metadata["rule"]
     about = field.metadata["help"]
     if rule.repeats and "several" not in about:
@@ -77,15 +77,19 @@ def _options(field: Field, default: Any) -> dict[str, Any]:
     options = {"default": default, "help": _with_default(about, default)}
     if rule.parse is None:
         return {"action": "store_true", **options}
-    action = "append" if rule.repeats else "store"
-    return {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action, **options}
+    options |= {"type": rule.parse, "metavar": field.metadata["metavar"]}
+    if rule.repeats:
+        return {"action": "append", **options}
+    return {"nargs": rule.nargs, "choices": rule.choices, **options}
 
 
-MODEL_FLAGS: dict[str, Field] = {  # the fields of LLMArgs that have a flag, by its name
-    field.metadata["flag"] or field.name: field
-    for field in fields(LLMArgs)
-    if field.metadata["flag"] is not None
-}
+def flags_of(record: type) -> dict[str, Field]:
+    """Return the fields of LLMArgs or ServerConfig that have a flag, by its name."""
+    declared = [field for field in fields(record) if field.metadata["flag"] is not None]
+    return {field.metadata["flag"] or field.name: field for field in declared}
+
+
+MODEL_FLAGS = flags_of(LLMArgs)
 
 
 def flag_of(name: str) -> str:
@@ -95,7 +99,7 @@ def flag_of(name: str) -> str:
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add a flag of the model; `changes` replace arguments of add_argument."""
     field = MODEL_FLAGS[name]
-    options = {**_options(field, field.default), **changes}
+    options = {**options_of(field, field.default), **changes}
     group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options)
 
 
@@ -214,7 +218,7 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
             if field.metadata["group"] != title:
                 continue
             default = (DEFAULTS | defaults).get(name, field.default)
-            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **_options(field, default))
+            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options_of(field, default))
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
