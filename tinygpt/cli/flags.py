@@ -192,8 +192,9 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     from ..kernels.cpu.jit import compile_times
 
     if compile_times()[0]:
-        params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
-        llm.generate([[0]], params)
+        from ..llm import WARMUP_REQUESTS
+
+        llm.generate([[0]], max_tokens=2, seed=0, **WARMUP_REQUESTS[args.temperature > 0])
 
 
 # Other fields have SamplingParams' own.

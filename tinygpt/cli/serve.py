@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import NoTokenizerError, RequestError, how_to_install
 from ..llm_args import SOFT_PROMPT
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 SERVER_FLAGS = flags_of(ServerConfig)
 MAX_CAPTURED = 64 * 2**20  # bytes of a reply's activations
-# What clients send: greedy, sampled, with a penalty, a text with its log probabilities, its first token's for `echo`.
-FIRST_REQUESTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 1.0, "top_k": 40, "top_p": 0.95},
-    {"temperature": 1.0, "presence_penalty": 0.5},
-    {"logprobs": 1, "prompt_logprobs": 1},
-    {"prompt_logprobs": -1},
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,16 +82,18 @@ def run(args: argparse.Namespace) -> None:
 
 def _try_first(llm: "LLM", args: argparse.Namespace) -> None:
     """Answer each once: what compiles for the first client would hold up all others."""
+    from ..llm import WARMUP_REQUESTS
+
     room = llm.max_model_len - 1
     if args.device == "reference" or not room:
         return
     started = time.perf_counter()
     prompt = [0] * min(2, room)
-    batches = [([prompt], fields) for fields in FIRST_REQUESTS]
+    batches = [([prompt], fields) for fields in WARMUP_REQUESTS]
     if args.device == "cuda":  # more rows take other kernels, and steps are captured as graphs
         for power in range((args.max_num_seqs - 1).bit_length()):
             rows = min(2 << power, args.max_num_seqs)
-            batches += [([[0]] * rows, fields) for fields in FIRST_REQUESTS[:2]]
+            batches += [([[0]] * rows, fields) for fields in WARMUP_REQUESTS[:2]]
     for prompts, fields in batches:
         llm.generate(prompts, max_tokens=3, overflow="clamp", ignore_eos=True, seed=0, **fields)
     for _ in llm.stream(prompt, max_tokens=2, overflow="clamp"):
