@@ -48,7 +48,7 @@ COMMAND_ALIASES = {  # hidden
 TOP_FLAGS = ("-h", "--help", "-V", "--version")  # any other flag, or a text with spaces, begins `generate`
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands whose module has another name or place.
-MODULES = {"lens": ".score", "warmup": ".convert", "doctor": ".info", "completion": ".main"}
+MODULES = {"lens": ".score", "warmup": ".convert", "completion": ".main"}
 MODULES |= {"bench": "..bench.command"} | dict.fromkeys(("eval", "parity"), "..evaluation.command")
 DONE = 0
 FAILED = 1
