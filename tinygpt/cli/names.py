@@ -16,6 +16,7 @@ CONDITIONS = (
     "divided once, by a root, that neither tables, scores, sums nor logits are scaled, capped or added to otherwise, "
     "which norm is the first, how square matrices lie, and that all of the file is used."
 )
+LAYOUTS = ("linear", "linear-qkv", "conv1d")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "loads, and say what they cannot show: its matrices are (out, in), as torch's Linear, with -qkv if one matrix "
         "has all queries, then keys, then values, or (in, out), as transformers' Conv1D (default: off)"
     )
-    parser.add_argument("--write-names", choices=("linear", "linear-qkv", "conv1d"), help=about)
+    parser.add_argument("--write-names", choices=LAYOUTS, help=about)
 
 
 def write_names(path: Path, layout: str) -> None:
