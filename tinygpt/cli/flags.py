@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..errors import how_to_install, invalid, suggest
+from ..errors import invalid, suggest
 from ..hardware import thread_count
 from ..llm_args import LLMArgs
 from ..sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
@@ -297,23 +295,18 @@ def _read(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) 
 
 
 def read_config(parser: argparse.ArgumentParser, file: str) -> Mapping[str, Any]:
-    """Return the keys of a file in TOML (its name ends so) or YAML. Exit with a message if it cannot be read."""
+    """Return the keys of a file in YAML. Exit with a message if it cannot be read."""
     try:
         with open(file, encoding="utf-8") as stream:
             text = stream.read(MAX_CONFIG + 1)
         if len(text) > MAX_CONFIG:
             raise ValueError(f"it has more than {MAX_CONFIG} characters")
-        if file.lower().endswith(".toml"):
-            values = import_module("tomllib" if find_spec("tomllib") else "tomli").loads(text)
-        else:
-            import yaml
+        import yaml
 
-            values = yaml.safe_load(text) or {}
+        values = yaml.safe_load(text) or {}
         if sum(1 for _ in islice(JSON.iterencode(values), MAX_CONFIG)) == MAX_CONFIG:
             raise ValueError("its aliases have too many values")
-    except Exception as error:  # each parser has its own
-        if getattr(error, "name", None) == "tomli":
-            parser.error(f"--config {file}: TOML before Python 3.11 needs tomli: {how_to_install('toml')}")
+    except Exception as error:  # YAML's own, ImportError, OSError, ValueError, RecursionError
         parser.error(f"--config {file} cannot be read: {error}")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         parser.error(f"--config {file} must map names of flags to values")

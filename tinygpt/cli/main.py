@@ -293,9 +293,7 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
         add("checkpoint", nargs="?", metavar="MODEL", help="the same as --model (default: its value)")
     add("--help-all", action="help", help="show every flag and exit")
     if name in CONFIGURED:
-        about = (
-            "YAML or TOML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
-        )
+        about = "YAML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
         add("--config", metavar="FILE", help=about)
     if any(action.dest == "model" for action in parser._actions):
         add("--hf-file", help=argparse.SUPPRESS)  # of the repository that --model names
