@@ -3,6 +3,7 @@
     python scripts/bench_peers.py                          # random weights of GPT-2 124M's shape
     python scripts/bench_peers.py --model random:355M --long
     python scripts/bench_peers.py --model FOLDER           # a checkpoint, "demo", or a Hub id
+    python scripts/bench_peers.py --look                   # activations, steering and traces, next to TransformerLens
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
     python scripts/bench_peers.py --device cuda --dtypes float32 bfloat16    # next to torch, with CUDA graphs
 
@@ -23,7 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
+from peers.setup import (
+    AVX2,
+    DTYPES,
+    LENS,
+    OUR_LOOK,
+    OURS,
+    PEERS,
+    PeerError,
+    Setup,
+    Worker,
+    held_to_avx2,
+    prepare,
+    say,
+)
 
 from tinygpt.bench import roofline
 from tinygpt.bench.report import table, threads_text
@@ -38,16 +52,21 @@ AGREEMENT_PROMPT = 50
 
 @dataclass(frozen=True)
 class Case:
-    """`new` tokens for each of `batch` prompts of `prompt` tokens; new = 1 is a prefill."""
+    """`new` tokens for each of `batch` prompts of `prompt` tokens; new = 1 is a prefill. look: an engine's method."""
 
     name: str
     batch: int
     prompt: int
     new: int
+    look: str = ""
 
     @property
     def is_prefill(self) -> bool:
         return self.new == 1
+
+    @property
+    def call(self) -> str:
+        return self.look or ("prefill_ms" if self.is_prefill else "step_ms")
 
 
 CASES = (
@@ -55,6 +74,12 @@ CASES = (
     Case("decode, batch 8", 8, 32, 64),
     Case("decode, batch 32", 32, 32, 64),
     Case("prefill 512", 1, 512, 1),
+)
+LOOK_CASES = (
+    Case("all arrays of 128 tokens", 1, 128, 1, "read_ms"),
+    Case("32 steered tokens", 1, 16, 32, "steer_ms"),
+    Case("32 steered tokens, batch 8", 8, 16, 32, "steer_ms"),
+    Case("causal trace of 16 positions", 2, 16, 1, "trace_ms"),
 )
 LONG_CASES = (
     Case("decode at 277, batch 5", 5, 277, 24),
@@ -138,10 +163,10 @@ class Engines:
         """Time each engine in turn, `repeats` times after a warm-up."""
         row = Row(case.name, self.dtype, case.batch, case.is_prefill, {name: [] for name in self.workers})
         ids = self._token_ids(case.batch, case.prompt)
-        call, arguments = ("prefill_ms", {}) if case.is_prefill else ("step_ms", {"new": case.new})
+        arguments = {} if case.is_prefill else {"new": case.new}
         for turn in range(1 + repeats):
             for name in list(self.workers):
-                ms = self._call(name, call, ids=ids, **arguments)
+                ms = self._call(name, case.call, ids=ids, **arguments)
                 row.ms[name] += [ms] * (turn > 0 and ms is not None)
             if OURS.name in self.workers:
                 now = self._call(OURS.name, "limits") or {}
@@ -186,11 +211,11 @@ def markdown(rows: Iterable[Row], engines: list[str], absent: dict[tuple[str, st
     return table(["case", "dtype", *engines, "best peer / ours", "of the limit"], lines)
 
 
-def report(setup: Setup, results: Results, threads: int) -> str:
+def report(setup: Setup, results: Results, engines: list[str], threads: int) -> str:
     sizes = ", ".join(f"{name} {setup.config[name]}" for name in ("n_layer", "n_embd", "vocab_size"))
     lines = [
         f"{sizes}; {threads_text(threads)}; ms, best (median). The ratio is that of the best times.\n",
-        markdown(results.rows, [OURS.name, *(peer.name for peer in PEERS)], setup.absent) + "\n",
+        markdown(results.rows, engines, setup.absent) + "\n",
     ]
     lines += [f"- {engine} {dtype} is absent: {why}" for (engine, dtype), why in setup.absent.items()]
     for dtype, limits in results.limits.items():
@@ -218,6 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--kv-cache-dtype", choices=roofline.CACHE_BYTES, help="of tinygpt and llama.cpp")
     add("--isa", choices=["avx2"], help="hold every engine to these instructions")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone")
+    add("--look", action="store_true", help="activations, steering and traces, next to TransformerLens alone")
     add("--long", action="store_true", help="also decode from positions 277 and 1000, two repeats")
     add("--threads", type=int, default=2, help="of every engine (default: 2)")
     add("--repeats", type=int, default=5)
@@ -230,19 +256,22 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     folder = arguments.work.resolve()
+    ours = OURS
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
+    if arguments.look:
+        ours, peers, arguments.dtypes = OUR_LOOK, [LENS], ["float32"]
     if arguments.isa == "avx2":
         os.environ.update(AVX2)  # for every process that is started
         peers = held_to_avx2(peers)
     if arguments.device == "cuda":
         os.environ["BENCH_DEVICE"] = "cuda"
         peers = [peer for peer in peers if peer.has_gpu]
-    setup = prepare(folder, arguments.model, peers, arguments.dtypes)
+    setup = prepare(folder, arguments.model, [ours, *peers], arguments.dtypes)
     results = Results()
     kept = arguments.json or folder / "results.json"
     for dtype in arguments.dtypes:
         run(setup, dtype, arguments, folder / "logs", results, kept)
-    print(report(setup, results, arguments.threads))
+    print(report(setup, results, [ours.name, *(peer.name for peer in peers)], arguments.threads))
     say(f"every time is in {kept}")
 
 
@@ -251,6 +280,7 @@ def run(
 ) -> None:
     """Measure every case in one dtype, and write all results after each."""
     cases = [Case(f"decode, batch {n}", n, 32, 64) for n in arguments.batch_sizes or ()] or CASES
+    cases = LOOK_CASES if arguments.look else cases
     repeats = dict.fromkeys(cases, arguments.repeats) | (
         dict.fromkeys(LONG_CASES, 2) if arguments.long else {}
     )
@@ -267,7 +297,7 @@ def run(
                 continue
             say(f"measuring {case.name}, {dtype}")
             row = engines.measure(case, count)
-            if engines.limits:
+            if engines.limits and not case.look:
                 results.limits[dtype] = engines.limits
                 known = setup.config, dtype, engines.limits, arguments.kv_cache_dtype, arguments.device
                 row.floor_ms, row.limit = floor(case, *known)

@@ -59,7 +59,7 @@ tinygpt.remote | httpx
 tinygpt.ranks | mpi4py
 tinygpt.bench | matplotlib
 tinygpt.evaluation | torch transformers lm_eval rouge_score
-tinygpt.cli.info | llvmlite
+tinygpt.cli.doctor | llvmlite
 tinygpt.hardware | llvmlite
 tinygpt.cli.main | shtab
 tinygpt.cli.flags | yaml

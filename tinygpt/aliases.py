@@ -6,6 +6,7 @@ The command line, the library, JSONL and the server accept them; help shows our 
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def renamed(
 
     Raise RequestError if two name one thing.
     """
-    found, spelled = {}, {}
+    values, spelled = {}, {}
     for name, value in given.items():
         if name not in names and name in ignored:
             logger.info("nothing here depends on %s", name)
@@ -151,28 +152,38 @@ def renamed(
         ours = OURS[name] if name not in names and OURS.get(name) in names else name
         if ours in spelled:
             raise RequestError(f"and {name} name one thing: give one of them.", spelled[ours])
-        found[ours], spelled[ours] = value, name
-    if "temperature" in names and type(samples := found.get("do_sample")) is bool:
-        del found["do_sample"]
-        found["temperature"] = found.get("temperature", 1.0) if samples else 0.0
-    if spelled.get("device") == "device_map" and found["device"] == "auto":
-        found["device"] = "cpu"
-    return found
+        values[ours], spelled[ours] = value, name
+    if "temperature" in names and type(samples := values.get("do_sample")) is bool:
+        del values["do_sample"]
+        values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
+    if spelled.get("device") == "device_map" and values["device"] == "auto":
+        values["device"] = "cpu"
+    return values
 
 
-def revalued(word: str, rest: list[str], flags: Collection[str]) -> list[str]:
-    """Apply VALUES to a flag of ours, whose value is taken from `rest`."""
+@dataclass(frozen=True)
+class Spelling:
+    """Our words for a flag and its value, none if nothing depends on it. num_taken: of the words after the flag."""
+
+    words: list[str]
+    num_taken: int = 0
+
+    def fits(self, flags: Collection[str]) -> bool:
+        return all(word.partition("=")[0] in flags for word in self.words)
+
+
+def revalued(word: str, rest: Sequence[str], flags: Collection[str]) -> Spelling:
+    """Apply VALUES to a flag of ours. rest: the words after it."""
     name, equals, value = word.partition("=")
-    is_missing = not equals and (not rest or rest[0].startswith("-"))
-    found = VALUES.get((name, value if equals else next(iter(rest), None)))
-    has_value = found is not None and not equals and bool(rest)
-    if found is None and is_missing:
-        found = VALUES.get((name, None))
-    if found is None or not all(each.partition("=")[0] in flags for each in found.split()):
-        return [word]
-    if has_value:
-        del rest[0]
-    return found.split()
+    has_next = not equals and bool(rest)
+    text = rest[0] if has_next else value if equals else None
+    if (ours := VALUES.get((name, text))) is not None:
+        spelling = Spelling(ours.split(), int(has_next))
+    elif has_next and rest[0].startswith("-"):  # the next flag: this one lacks its value
+        spelling = Spelling(VALUES.get((name, None), word).split())
+    else:
+        return Spelling([word])
+    return spelling if spelling.fits(flags) else Spelling([word])
 
 
 def as_meant(words: Sequence[str]) -> list[str]:
@@ -191,28 +202,28 @@ def hint(name: str, known: Collection[str]) -> str:
     return f"; {HINTS[name]}" if HINTS[name] else ""
 
 
-def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] | None:
-    """Return our words for a flag of another program, [] if nothing depends on it, None if it is unknown.
+def translated(word: str, rest: Sequence[str], flags: Collection[str]) -> Spelling | None:
+    """Return our words for a flag of another program, or None if it is unknown.
 
-    rest: the words after it; a value is taken from them. flags: of the command. Raise OSError for an unreadable file.
+    rest: the words after it. flags: of the command. Raise OSError for an unreadable file.
     """
     name, equals, value = word.partition("=")
     if name in REWRITTEN and (equals or rest):
-        words = REWRITTEN[name](value if equals else rest.pop(0))
-        return words if all(each.partition("=")[0] in flags for each in words) else None
+        spelling = Spelling(REWRITTEN[name](value if equals else rest[0]), int(not equals))
+        return spelling if spelling.fits(flags) else None
     if name in SWITCHES:
-        has_next = not equals and rest and rest[0].lower() in ("true", "false")
-        is_on = IS_ON.get((value if equals else rest.pop(0) if has_next else "true").lower())
+        has_next = not equals and bool(rest) and rest[0].lower() in ("true", "false")
+        is_on = IS_ON.get((value if equals else rest[0] if has_next else "true").lower())
         words = [SWITCHES[name]] if is_on else []
-        return words if "--dtype" in flags and is_on is not None else None
+        return Spelling(words, int(has_next)) if "--dtype" in flags and is_on is not None else None
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
-    is_switch = key in ("flash_attn", "-fa", "compile")  # their values may be missing
-    value_is = r"(?i)(on|off|auto|true|false|-?\d+)$" if is_switch else r"-?\d|[^-]"
     for ours, others in NAMES.items():
         flag = f"--{ours.replace('_', '-')}"
         if flag in flags and {name, key} & {*others.split()}:
-            return [flag + equals + value]
-    takes_value = bool({name, key} & WITH_VALUE)
-    if takes_value and not equals and rest and re.match(value_is, rest[0]):
-        del rest[0]
-    return [] if takes_value or {name, key} & WITHOUT_VALUE else None
+            return Spelling([flag + equals + value])
+    if {name, key} & WITH_VALUE:
+        is_switch = key in ("flash_attn", "-fa", "compile")  # their values may be missing
+        value_is = r"(?i)(on|off|auto|true|false|-?\d+)$" if is_switch else r"-?\d|[^-]"
+        has_next = not equals and bool(rest) and re.match(value_is, rest[0]) is not None
+        return Spelling([], int(has_next))
+    return Spelling([]) if {name, key} & WITHOUT_VALUE else None

@@ -26,13 +26,15 @@ class FieldRule:
     allowed: completes "must be".
     read: returns the value as the engine sees it, or raises TypeError or ValueError.
     parse: converts the text of a flag; None is a flag without a value.
-    repeats: whether the flag may be given several times.
+    repeats: whether the flag may be given several times. nargs, choices: argparse's.
     """
 
     allowed: str
     read: Callable[[Any], Any]
     parse: Callable[[str], Any] | None = str
     repeats: bool = False
+    nargs: str | None = None
+    choices: tuple[str, ...] | None = None
 
 
 def option(
@@ -135,9 +137,9 @@ def integer(low: int, high: int = MAX_COUNT, note: str = "") -> FieldRule:
 def number(is_allowed: Callable[[float], bool], allowed: str) -> FieldRule:
     def read(value: Any) -> float:
         need(isinstance(value, Real) and not isinstance(value, bool))
-        found = float(value)
-        need(is_allowed(found))  # false for NaN
-        return found
+        as_float = float(value)
+        need(is_allowed(as_float))  # false for NaN
+        return as_float
 
     return FieldRule(allowed, read, float)
 
@@ -187,6 +189,11 @@ def _id_or_ids(value: Any) -> tuple[int, ...]:
 
 def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
     return () if value is None else tuple(_some(as_ids(ids)) for ids in value)
+
+
+def token_id_of(key: Any) -> Any:
+    """Return the token id that a key of JSON or of Arrow is the text of, or the key: int() refuses 5000 digits."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 20 else key
 
 
 def biases(limit: float) -> FieldRule:

@@ -54,13 +54,20 @@ if TYPE_CHECKING:  # `generate` has no use for them
 
 logger = logging.getLogger(__name__)
 
-# Requests that reach all kernels.
+# Requests that reach all kernels, each of a kind that clients send: greedy, sampled, one with rarer rules, a text with
+# its log probabilities, its first token's for `echo`.
 WARMUP_REQUESTS: tuple[dict[str, Any], ...] = (
     {},
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    {"temperature": 0.8, "typical_p": 0.9},
-    {"logprobs": 3},
-    {"temperature": 1.0, "repetition_penalty": 1.1, "logprobs": 1, "logprobs_mode": "processed"},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.95},
+    {
+        "temperature": 1.0,
+        "typical_p": 0.9,
+        "presence_penalty": 0.5,
+        "logprobs": 1,
+        "logprobs_mode": "processed",
+    },
+    {"logprobs": 1, "prompt_logprobs": 1},
+    {"prompt_logprobs": -1},
 )
 
 

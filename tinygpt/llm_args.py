@@ -65,6 +65,7 @@ def _unchecked(parse: Callable[[str], Any] | None = str) -> FieldRule:
     return FieldRule("", lambda value: value, parse)
 
 
+UNCHECKED = _unchecked()
 DTYPE = FieldRule("the name of a dtype", dtype_name, dtype_name)
 FROM_ONE = _count(1)
 FROM_ZERO = _count(0)
@@ -75,7 +76,7 @@ class LLMArgs:
     """The arguments of LLM, checked. Raise RequestError for an impossible one."""
 
     model: PathOrId = argument(
-        "demo", _unchecked(), None, CHECKPOINT, 'id/folder, a URL, or "random:124M" (355M, 774M, 1.5B)'
+        "demo", UNCHECKED, None, CHECKPOINT, 'id/folder, a URL, or "random:124M" (355M, 774M, 1.5B)'
     )
     dtype: str = argument(
         "auto",
@@ -128,13 +129,13 @@ class LLMArgs:
     )
     draft_model: PathOrId | None = argument(
         None,
-        _unchecked(),
+        UNCHECKED,
         "MODEL",
         "a smaller model with the same tokens that drafts: fewer steps, the same text",
     )
     num_speculative_tokens: int = argument(4, FROM_ONE, "N", "tokens of a draft")
     lora: PathOrId | None = argument(
-        None, _unchecked(), "PATH", "a LoRA adapter in PEFT's layout to merge", "a folder"
+        None, UNCHECKED, "PATH", "a LoRA adapter in PEFT's layout to merge", "a folder"
     )
     lora_modules: Mapping[str, PathOrId] | None = argument(
         None,
@@ -162,7 +163,7 @@ class LLMArgs:
     )
     chat_template: PathOrId | None = argument(
         None,
-        _unchecked(),
+        UNCHECKED,
         "FILE",
         "a file of Jinja's for `chat`, or \"plain\": the messages' texts, a line each, which the model continues; "
         "None is the checkpoint's",
@@ -187,7 +188,7 @@ class LLMArgs:
         1, PIPELINE_SIZE, "N", "stages that share the layers, each of as many processes"
     )
     revision: str | None = argument(
-        None, _unchecked(), "NAME", "a commit, branch or tag of a Hub --model, as in id@NAME"
+        None, UNCHECKED, "NAME", "a commit, branch or tag of a Hub --model, as in id@NAME"
     )
     max_capture_bytes: int = argument(
         2**30, FROM_ONE, "N", "of the activations that a request captures; more are refused", flag=None

@@ -52,6 +52,14 @@ class Word(NamedTuple):
     num_tokens: int
 
 
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss), or infinity if a word of very many tokens lost more than float64 holds."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 @dataclass(frozen=True)
 class ContinuationScore:
     """The probability of a continuation. is_greedy: whether greedy decoding would write it.
@@ -74,10 +82,7 @@ class ContinuationScore:
 
     @property
     def perplexity(self) -> float:
-        try:
-            return math.exp(-self.mean_logprob)
-        except OverflowError:
-            return math.inf
+        return perplexity_of(-self.mean_logprob)
 
     @property
     def surprisals(self) -> list[float]:

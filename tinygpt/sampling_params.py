@@ -432,6 +432,11 @@ class SamplingParams:
         return hash(self._key)
 
     @property
+    def num_samples(self) -> int:
+        """The samples that are made, of which n are returned."""
+        return self.best_of or self.n
+
+    @property
     def guidance(self) -> tuple[str, Any] | None:
         """The name and value of the guided field that is given."""
         given = ((name, getattr(self, name)) for name in GUIDED_FIELDS)

@@ -2,7 +2,8 @@
 
 An engine has prefill_ms(ids), step_ms(ids, new), last_logits(ids), and, if it needs another form of the checkpoint,
 make(source, folder, dtype). ids: lists of token ids (batch, prompt). Decoding is greedy, without an end of text. A new
-peer is a class here and a row of PEERS in setup.py.
+peer is a class here and a row of PEERS in setup.py. An engine of --look has read_ms(ids), steer_ms(ids, new) and
+trace_ms(ids), of a clean and a corrupted prompt.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,14 +47,15 @@ class SteppingEngine:
 class Tinygpt:
     """LLM.generate, with scheduling and sampling; and the limits of the machine."""
 
+    # All turns have the same prompts, which a prefix cache would hold.
+    sizes: ClassVar = {"max_num_batched_tokens": MAX_STEP_TOKENS, "prefix_cache_seqs": 0}
+
     def __init__(self, folder: Path, dtype: str, threads: int, kv_cache_dtype: str = "auto"):
         from tinygpt import LLM
 
         self.dtype, self.threads = dtype, threads
-        # All turns have the same prompts, which a prefix cache would hold.
-        sizes = {"max_num_batched_tokens": MAX_STEP_TOKENS, "prefix_cache_seqs": 0}
-        sizes |= {"kv_cache_dtype": kv_cache_dtype, "threads": threads}
-        self.llm = LLM(str(folder), dtype=dtype, device=DEVICE, **sizes)
+        more = {"kv_cache_dtype": kv_cache_dtype, "threads": threads}
+        self.llm = LLM(str(folder), dtype=dtype, device=DEVICE, **self.sizes, **more)
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
         return milliseconds(lambda: self._generate(ids, 1))
@@ -73,10 +75,95 @@ class Tinygpt:
         found = measure_limits(self.dtype, self.threads, DEVICE)
         return {"bandwidth": found.bandwidth, **found.tile_rates}
 
-    def _generate(self, ids: list[list[int]], new: int) -> list:
-        from tinygpt import SamplingParams
+    def _generate(self, ids: list[list[int]], new: int, **fields: Any) -> list:
+        return self.llm.generate(ids, max_tokens=new, ignore_eos=True, use_tqdm=False, **fields)
 
-        return self.llm.generate(ids, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
+
+class TinygptLook(Tinygpt):
+    """Looks and edits as requests of one engine, side by side."""
+
+    sizes: ClassVar = {"max_num_seqs": 256}
+
+    def read_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self._read(ids))
+
+    def steer_ms(self, ids: list[list[int]], new: int) -> float:
+        from tinygpt import Edit
+
+        edit = Edit(steered_point(self.llm.config.n_layer), value=vector_of(self.llm.config.n_embd))
+        return milliseconds(lambda: self._generate(ids, new, edits=[edit]))
+
+    def trace_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self.trace(*ids))
+
+    def trace(self, clean: list[int], corrupted: list[int]) -> np.ndarray:
+        """Return the log probability of token 0 (L, T), if a layer's stream at a position is the clean one."""
+        return self.llm.causal_trace(clean, corrupted, [0])
+
+    def _read(self, ids: list[list[int]]) -> None:
+        _, cache = self.llm.run_with_cache(ids)
+        for name in cache:
+            cache[name]  # some are computed here
+
+
+def steered_point(num_layers: int) -> str:
+    return f"blocks.{num_layers // 2}.hook_resid_post"
+
+
+def vector_of(size: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(size).astype(np.float32)
+
+
+class TransformerLens:
+    """TransformerBridge over transformers' eager GPT-2."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        import torch
+        from transformer_lens.model_bridge import TransformerBridge
+        from transformers import GPT2LMHeadModel
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.torch = torch
+        model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+        options = {"hf_model": model, "device": "cpu", "tokenizer": None}
+        self.bridge = TransformerBridge.boot_transformers(str(folder), **options)
+        self.bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
+
+    def read_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self.bridge.run_with_cache(self.torch.tensor(ids)))
+
+    def steer_ms(self, ids: list[list[int]], new: int) -> float:
+        return milliseconds(lambda: self._steer(ids, new))
+
+    def trace_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self.trace(*ids))
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        return self.bridge(self.torch.tensor([ids]))[0, -1].tolist()
+
+    def trace(self, clean: list[int], corrupted: list[int]) -> np.ndarray:
+        """Return what TinygptLook's does, by a run for each layer and position."""
+        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(self.bridge.cfg.n_layers)]
+        _, cache = self.bridge.run_with_cache(self.torch.tensor([clean]), names_filter=names)
+        logprobs = np.empty((len(names), len(clean)), np.float32)
+        for i, t in np.ndindex(*logprobs.shape):
+
+            def restore(x, hook, at=t):
+                x[:, at] = cache[hook.name][:, at]
+                return x
+
+            hooks = [(names[i], restore)]
+            logits = self.bridge.run_with_hooks(self.torch.tensor([corrupted]), fwd_hooks=hooks)
+            logprobs[i, t] = logits[0, -1].log_softmax(-1)[0]
+        return logprobs
+
+    def _steer(self, ids: list[list[int]], new: int) -> None:
+        cfg = self.bridge.cfg
+        vector = self.torch.from_numpy(vector_of(cfg.d_model))
+        options = {"do_sample": False, "stop_at_eos": False, "verbose": False, "return_type": "tokens"}
+        with self.bridge.hooks(fwd_hooks=[(steered_point(cfg.n_layers), lambda x, hook: x + vector)]):
+            self.bridge.generate(self.torch.tensor(ids), max_new_tokens=new, **options)
 
 
 class Transformers(SteppingEngine):

@@ -107,6 +107,8 @@ PEERS = (
         build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
     ),
 )
+OUR_LOOK = Peer("tinygpt", "TinygptLook", (), ("float32",))
+LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", "numpy"), ("float32",))
 # LLVM's x86-64-v3, the instructions of most laptops. Each library has its own variable.
 AVX2 = {
     "NUMBA_CPU_NAME": "x86-64-v3",
@@ -145,14 +147,14 @@ class Setup:
     absent: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
-def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
-    """Make everything under `work` that is not there yet."""
+def prepare(work: Path, model: str, engines: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
+    """Make everything under `work` that is not there yet. engines: tinygpt's, too."""
     folder = (
         work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
     )
     checkpoint = provide_folder(folder / "safetensors", lambda to: make_checkpoint(model, to))
     setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
-    for peer in (OURS, *peers):
+    for peer in engines:
         say(f"preparing {peer.name}")
         for dtype in [dtype for dtype in dtypes if dtype in peer.dtypes]:
             try:

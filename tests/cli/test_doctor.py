@@ -12,7 +12,7 @@ from support.processes import run_process
 from support.tables import rows
 from tinygpt import hardware
 from tinygpt.cli import main as cli
-from tinygpt.cli.info import driver, instructions
+from tinygpt.cli.doctor import driver, instructions
 from tinygpt.kernels.cpu import compiler
 from tinygpt.kernels.cpu.simd import targets
 from tinygpt.weights.config import DTYPES

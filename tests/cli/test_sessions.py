@@ -9,7 +9,7 @@ import pytest
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.cli.serve import _check
+from tinygpt.cli.serve import config_of
 from tinygpt.errors import TinyGPTError
 
 PROMPTS = ["Hello, my name is", "The future of AI is"]
@@ -59,7 +59,7 @@ def works(line: str, places: dict) -> bool:
             from tinygpt.weights.hub import parse
 
             return parse(args.model).repo_id.startswith("owner/model")
-        _check(args)
+        config_of(args)
         return cli.main(["info", args.model, "--json"]) == 0 and args.dtype in ("auto", "float32")
     except (SystemExit, TinyGPTError):
         return False

@@ -14,11 +14,13 @@ from tinygpt.kernels.cpu.simd.targets import choose
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_peers
-from bench_peers import CASES, Case, Engines, Row, floor, markdown
+from bench_peers import CASES, LOOK_CASES, Case, Engines, Row, floor, markdown
 from peers import engines
 from peers.setup import (
     AVX2,
     DTYPES,
+    LENS,
+    OUR_LOOK,
     OURS,
     PEERS,
     Peer,
@@ -104,7 +106,7 @@ def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path, mon
 
     monkeypatch.setattr("peers.setup.provide_python", provide)
     gone = Peer("gone", "Gone", ("gone==1",), ("float32", "int8"))
-    setup = prepare(tmp_path, "random:tiny", [gone], ["int8", "int4"])
+    setup = prepare(tmp_path, "random:tiny", [OURS, gone], ["int8", "int4"])
     assert setup.absent == {("gone", "int8"): "no wheel for this Python"}
     assert set(setup.places) == {("tinygpt", "int8"), ("tinygpt", "int4")}
 
@@ -154,6 +156,44 @@ def test_torch_compiled_or_not_makes_the_same_steps(checkpoint, monkeypatch):
     torch.set_grad_enabled(True)
     for eager, compiled in zip(*found, strict=True):
         np.testing.assert_allclose(eager, compiled, atol=1e-5)
+
+
+def check_look(engine) -> np.ndarray:
+    ids = np.random.default_rng(0).integers(50257, size=(2, 7)).tolist()
+    assert min(engine.read_ms(ids[:1]), engine.steer_ms(ids, 4), engine.trace_ms(ids)) > 0
+    return engine.trace(*ids)
+
+
+def test_an_engine_looks_and_steers(checkpoint):
+    trace = check_look(engines.TinygptLook(checkpoint, "float32", 1))
+    assert trace.shape == (2, 7)
+    assert (trace < 0).all()
+
+
+def test_transformer_lens_traces_alike(checkpoint):
+    pytest.importorskip("transformer_lens.model_bridge")
+    traces = [
+        check_look(kind(checkpoint, "float32", 1)) for kind in (engines.TinygptLook, engines.TransformerLens)
+    ]
+    np.testing.assert_allclose(*traces, atol=1e-4)
+
+
+def test_a_look_study_has_cases_of_its_own(checkpoint, tmp_path, monkeypatch, capsys):
+    setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
+    monkeypatch.setattr(bench_peers, "PAUSE", 0)
+    setup.places["tinygpt", "float32"] = OUR_LOOK, HERE, checkpoint
+    prepared = []
+    monkeypatch.setattr(bench_peers, "prepare", lambda *arguments: prepared.append(arguments) or setup)
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--look", "--repeats", "1", "--threads", "1", "--work", str(tmp_path)]
+    )
+    bench_peers.main()
+    assert [prepared[0][2], prepared[0][3]] == [[OUR_LOOK, LENS], ["float32"]]
+    rows = [
+        line.strip("|").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")
+    ]
+    assert [row[0].strip() for row in rows[2:]] == [case.name for case in LOOK_CASES]
+    assert all(float(row[2].split()[0]) > 0 for row in rows[2:])
 
 
 def test_only_an_engine_with_a_choice_gets_the_kv_cache_dtype(checkpoint, tmp_path):

@@ -159,7 +159,7 @@ def test_what_is_not_there_may_be_passed_over(server, llm):
     for name, value in asked.items():
         reply = server.ask(CHAT, ASKED[CHAT] | {name: value})
         assert (reply.status, reply.error["param"].partition(".")[0]) == (400, name)
-    with served(llm, ignores_unknown_fields=True) as server:
+    with served(llm, unknown_fields="ignore") as server:
         assert server.ask(CHAT, ASKED[CHAT] | asked).choices[0]["finish_reason"] == "length"
         assert (
             server.ask(RESPONSES, ASKED[RESPONSES] | {"tools": TOOLS, "context_management": [{}]}).status

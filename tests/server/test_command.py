@@ -16,7 +16,7 @@ from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, ControlVector
 from tinygpt.engine.input_processor import InputProcessor
-from tinygpt.server.api import ServerConfig
+from tinygpt.server.config import ServerConfig
 from tinygpt.text.chat import PlainTemplate
 
 
@@ -148,7 +148,7 @@ def test_one_line_says_where(run, started):
     assert result.err.splitlines()[-1] == f"tinygpt: serving demo on http://127.0.0.1:{port}"
     assert (host, drain_seconds) == ("127.0.0.1", 30)
     hosts = frozenset({"localhost", "127.0.0.1", "::1"})
-    assert state.config == ServerConfig(served_model_names=("demo",), allowed_hosts=hosts)
+    assert state.config == ServerConfig(port=0, served_model_names=("demo",), allowed_hosts=hosts)
 
 
 def test_what_clients_send_is_tried_first(run, started, monkeypatch):
@@ -186,8 +186,14 @@ def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
     names = ("a", "b/c")
     keys = ("from the environment",)
     hosts = frozenset({"model.example"})
-    others = {"allowed_origins": ("https://x",), "max_logprobs": 4, "ignores_unknown_fields": True}
-    assert state.config == ServerConfig(names, keys, hosts, **others)
+    others = {
+        "allowed_origins": ("https://x",),
+        "max_logprobs": 4,
+        "unknown_fields": "ignore",
+        "drain_seconds": 2,
+    }
+    named = {"served_model_names": names, "api_keys": keys, "allowed_hosts": hosts}
+    assert state.config == ServerConfig(port=0, **named, **others)
     assert isinstance(state.chat_template, PlainTemplate)
     assert drain_seconds == 2
     run("--port 0 --api-key one --api-key two")

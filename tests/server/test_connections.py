@@ -13,7 +13,7 @@ from tinygpt.cli import serve
 from tinygpt.engine import grammar_process, guided
 from tinygpt.look import edits, hooks
 from tinygpt.server import api, app, connection, requests
-from tinygpt.server.api import ServerConfig
+from tinygpt.server.config import ServerConfig
 
 BOUNDS = {
     "path, headers": (connection.HEAD_BYTES >> 10, connection.NUM_HEADERS, connection.HEAD_SECONDS),

@@ -159,7 +159,7 @@ def test_unknown_fields_may_be_ignored(llm, server):
     """Inside of others too; what is wrong otherwise is told as ever."""
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0, "logit_bias": {"5": -1}, "stop": ["x"]}
     unknown = {"foo": [1], "bar": None, "stream_options": {"include_usage": False, "x": 1}}
-    with served(llm, ignores_unknown_fields=True) as lenient:
+    with served(llm, unknown_fields="ignore") as lenient:
         found = lenient.complete(**body, **unknown).json
         assert found["choices"] == server.complete(**body).choices
         for wrong in (b'"n": "3"}', b'"temperature": -1}', b"", b'"prompt": "\xff"}'):

@@ -15,8 +15,8 @@ from typing import Any
 
 from support.processes import until
 from tinygpt import LLM
-from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import LOOPBACK, Server, create_app, listen
+from tinygpt.server.config import ServerConfig
 
 SECONDS = 60
 

@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..errors import how_to_install, invalid, suggest
+from ..errors import invalid, suggest
 from ..hardware import thread_count
 from ..llm_args import LLMArgs
 from ..sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
@@ -68,8 +66,8 @@ def _with_default(about: str, default: Any) -> str:
     return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
 
 
-def _options(field: Field, default: Any) -> dict[str, Any]:
-    """field: of LLMArgs or SamplingParams."""
+def options_of(field: Field, default: Any) -> dict[str, Any]:
+    """Return the arguments of add_argument. field: of LLMArgs, SamplingParams or ServerConfig."""
     rule = field.metadata["rule"]
     about = field.metadata["help"]
     if rule.repeats and "several" not in about:
@@ -77,15 +75,19 @@ def _options(field: Field, default: Any) -> dict[str, Any]:
     options = {"default": default, "help": _with_default(about, default)}
     if rule.parse is None:
         return {"action": "store_true", **options}
-    action = "append" if rule.repeats else "store"
-    return {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action, **options}
+    options |= {"type": rule.parse, "metavar": field.metadata["metavar"]}
+    if rule.repeats:
+        return {"action": "append", **options}
+    return {"nargs": rule.nargs, "choices": rule.choices, **options}
 
 
-MODEL_FLAGS: dict[str, Field] = {  # the fields of LLMArgs that have a flag, by its name
-    field.metadata["flag"] or field.name: field
-    for field in fields(LLMArgs)
-    if field.metadata["flag"] is not None
-}
+def flags_of(record: type) -> dict[str, Field]:
+    """Return the fields of LLMArgs or ServerConfig that have a flag, by its name."""
+    declared = [field for field in fields(record) if field.metadata["flag"] is not None]
+    return {field.metadata["flag"] or field.name: field for field in declared}
+
+
+MODEL_FLAGS = flags_of(LLMArgs)
 
 
 def flag_of(name: str) -> str:
@@ -95,7 +97,7 @@ def flag_of(name: str) -> str:
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add a flag of the model; `changes` replace arguments of add_argument."""
     field = MODEL_FLAGS[name]
-    options = {**_options(field, field.default), **changes}
+    options = {**options_of(field, field.default), **changes}
     group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options)
 
 
@@ -188,8 +190,9 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     from ..kernels.cpu.jit import compile_times
 
     if compile_times()[0]:
-        params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
-        llm.generate([[0]], params)
+        from ..llm import WARMUP_REQUESTS
+
+        llm.generate([[0]], max_tokens=2, seed=0, **WARMUP_REQUESTS[args.temperature > 0])
 
 
 # Other fields have SamplingParams' own.
@@ -214,7 +217,7 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
             if field.metadata["group"] != title:
                 continue
             default = (DEFAULTS | defaults).get(name, field.default)
-            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **_options(field, default))
+            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options_of(field, default))
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
@@ -292,23 +295,18 @@ def _read(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) 
 
 
 def read_config(parser: argparse.ArgumentParser, file: str) -> Mapping[str, Any]:
-    """Return the keys of a file in TOML (its name ends so) or YAML. Exit with a message if it cannot be read."""
+    """Return the keys of a file in YAML. Exit with a message if it cannot be read."""
     try:
         with open(file, encoding="utf-8") as stream:
             text = stream.read(MAX_CONFIG + 1)
         if len(text) > MAX_CONFIG:
             raise ValueError(f"it has more than {MAX_CONFIG} characters")
-        if file.lower().endswith(".toml"):
-            values = import_module("tomllib" if find_spec("tomllib") else "tomli").loads(text)
-        else:
-            import yaml
+        import yaml
 
-            values = yaml.safe_load(text) or {}
+        values = yaml.safe_load(text) or {}
         if sum(1 for _ in islice(JSON.iterencode(values), MAX_CONFIG)) == MAX_CONFIG:
             raise ValueError("its aliases have too many values")
-    except Exception as error:  # each parser has its own
-        if getattr(error, "name", None) == "tomli":
-            parser.error(f"--config {file}: TOML before Python 3.11 needs tomli: {how_to_install('toml')}")
+    except Exception as error:  # YAML's own, ImportError, OSError, ValueError, RecursionError
         parser.error(f"--config {file} cannot be read: {error}")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         parser.error(f"--config {file} must map names of flags to values")

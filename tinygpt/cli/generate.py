@@ -172,7 +172,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     if is_colored := shows_surprise(args):
         from ..look.html import ansi
     before = llm.engine.throughput
-    is_one = params.n == params.num_beams == (params.best_of or 1) == 1
+    is_one = params.num_samples == params.num_beams == 1
     finish_reasons = []
     if is_one and not args.json and not args.no_stream:
         emit(front, end="")

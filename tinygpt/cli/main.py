@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 import tinygpt
 
-from ..aliases import HINTS, NOTES, as_meant, hint, revalued, translated
+from ..aliases import HINTS, NOTES, Spelling, as_meant, hint, revalued, translated
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install
 from ..ranks.mpi import Layout, find_mpiexec, launched_rank, local_rank, process_world, world_of
 from ..weights.errors import printable
@@ -48,7 +49,7 @@ COMMAND_ALIASES = {  # hidden
 TOP_FLAGS = ("-h", "--help", "-V", "--version")  # any other flag, or a text with spaces, begins `generate`
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands whose module has another name or place.
-MODULES = {"lens": ".score", "warmup": ".convert", "doctor": ".info", "completion": ".main"}
+MODULES = {"lens": ".score", "warmup": ".convert", "completion": ".main"}
 MODULES |= {"bench": "..bench.command"} | dict.fromkeys(("eval", "parity"), "..evaluation.command")
 DONE = 0
 FAILED = 1
@@ -80,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")
-            for told in args.notes:
-                log(told)
+            for note in args.notes:
+                log(note)
             if has_ranks(args):
                 start_ranks(args, words)
             _command(args.command).run(args)
@@ -150,88 +151,119 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
-    # `run MODEL PROMPT`, as in ollama.
-    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
-        words = ["run", "--model", *words[1:]]
-    if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
-        words = ["chat", *(word for word in words[1:] if word != "--interactive")]
-    if words[:1] == ["bench"] and words[1:2] in (["latency"], ["throughput"]):  # vLLM's
-        words = [words[0], *words[2:]]
-    if words[:2] == ["bench", "serve"]:
-        _explain_commands(["bench serve"])
-    if words and (" " in words[0] or (words[0].startswith("-") and words[0] not in TOP_FLAGS)):
-        words = ["generate", *words]
-    words = [*COMMAND_ALIASES.get(words[0], words[0]).split(), *words[1:]] if words else words
-    if not words or words[0] not in COMMANDS:
-        _explain_commands(words)
-    parser = command_parser(words[0], "--help-all" in words)
-    rest, given, ignored = _own_words(words[1:], parser)
-    if "config" in given or (
-        words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)
+    name, *words = _spelled(words) or _explain_commands(words)
+    parser = command_parser(name, "--help-all" in words)
+    line = OwnWords.of(words, parser)
+    if "config" in line.given or (
+        name != "convert" and any(variable.startswith("TINYGPT_") for variable in os.environ)
     ):
-        config = parser.parse_known_args(rest)[0].config if "config" in given else None
-        set_defaults(parser, lambda flag: _own_words([flag], parser)[0], given, config)
+        config = parser.parse_known_args(line.words)[0].config if "config" in line.given else None
+        set_defaults(parser, lambda flag: OwnWords.of([flag], parser).words, line.given, config)
+    args = _read(parser, line.words)
+    args.command = name
+    args.given = line.given
+    args.ignored = line.ignored
+    args.notes = [note for pattern, note in NOTES.items() if re.search(pattern, " ".join([name, *words]))]
+    _set_model(args, parser)
+    return args
+
+
+def _spelled(words: Sequence[str]) -> list[str]:
+    """Return the words of a line with our name of the command first; none without a known one."""
+    match [*words]:
+        case ["run", model, *rest] if not model.startswith("-"):  # as in ollama
+            words = ["run", "--model", model, *rest]
+        case ["generate", *rest] if "--interactive" in rest:  # the name before there was `chat`
+            words = ["chat", *(word for word in rest if word != "--interactive")]
+        case ["bench", "latency" | "throughput", *rest]:  # vLLM's
+            words = ["bench", *rest]
+        case ["bench", "serve", *_]:
+            _explain_commands(["bench serve"])
+        case [text, *_] if " " in text or (text.startswith("-") and text not in TOP_FLAGS):
+            words = ["generate", *words]
+    words = [*COMMAND_ALIASES.get(words[0], words[0]).split(), *words[1:]] if words else []
+    return words if words[:1] and words[0] in COMMANDS else []
+
+
+def _read(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
     read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
-    args, unknown = read(rest)
+    args, unknown = read(words)
     if unknown:
         flag = next((word for word in unknown if word.startswith("-")), None)
         if flag is None:
             parser.error(f"unexpected argument {unknown[0]!r}")
         name = flag.partition("=")[0]
-        known = name.replace("_", "-") if name.startswith("--") else name
-        parser.error(f"unknown flag {name}{hint(known, parser._option_string_actions)}")
-    args.command = words[0]
-    args.given = given
-    args.ignored = ignored
-    args.notes = [told for pattern, told in NOTES.items() if re.search(pattern, " ".join(words))]
-    if getattr(args, "checkpoint", None) is not None:
-        if "model" in given:
-            parser.error(f"{args.checkpoint} and --model name one thing: give one of them")
-        args.model = args.checkpoint
-        given.add("model")
-    if getattr(args, "hf_file", None):
-        args.model = f"{args.model}/{args.hf_file}"
+        parser.error(f"unknown flag {name}{hint(_hyphened(name), parser._option_string_actions)}")
     return args
 
 
-def _own_words(
-    words: Sequence[str], parser: argparse.ArgumentParser
-) -> tuple[list[str], set[str], list[str]]:
-    """Return the words with our flags, their destinations, and the flags that are ignored.
+def _set_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if getattr(args, "checkpoint", None) is not None:
+        if "model" in args.given:
+            parser.error(f"{args.checkpoint} and --model name one thing: give one of them")
+        args.model = args.checkpoint
+        args.given.add("model")
+    if getattr(args, "hf_file", None):
+        args.model = f"{args.model}/{args.hf_file}"
 
-    Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
-    """
+
+def _hyphened(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """A line's words with our flags, the destinations of these, and the flags on which nothing depends."""
+
+    words: list[str]
+    given: set[str]
+    ignored: list[str]
+
+    @classmethod
+    def of(cls, words: Sequence[str], parser: argparse.ArgumentParser) -> "OwnWords":
+        """Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first."""
+        flags = parser._option_string_actions
+        left = as_meant(words)
+        own: list[str] = []
+        ignored: list[str] = []
+        typed: dict[argparse.Action, str] = {}
+        while left:
+            word, *left = left
+            if word == "--":  # words after it are text
+                own += [word, *left]
+                break
+            name = word.partition("=")[0]
+            spelling = _spelling_of(word, left, parser)
+            left = left[spelling.num_taken :]
+            if not spelling.words:
+                ignored.append(name)
+            own += spelling.words
+            for action in filter(None, (flags.get(ours.partition("=")[0]) for ours in spelling.words)):
+                is_once = action.nargs != 0 and not isinstance(action, argparse._AppendAction)
+                if typed.setdefault(action, name) != name and is_once:
+                    parser.error(f"{typed[action]} and {name} name one thing: give one of them")
+        return cls(own, {action.dest for action in typed}, ignored)
+
+
+def _spelling_of(word: str, rest: Sequence[str], parser: argparse.ArgumentParser) -> Spelling:
     flags = parser._option_string_actions
-    rest = as_meant(words)
-    found = []
-    ignored = []
-    typed = {}
-    while rest:
-        word = rest.pop(0)
-        if word == "--":  # words after it are text
-            found += [word, *rest]
-            break
-        name = word.partition("=")[0]
-        flag = name.replace("_", "-") if name.startswith("--") else name
-        own = [flag + word[len(name) :]] if flag in flags else [word]
-        if word.startswith("-") and flag not in flags:
-            try:
-                own = translated(flag + word[len(name) :], rest, flags)
-            except OSError as error:
-                parser.error(f"{name}: {error.filename} cannot be read: {error.strerror}")
-            if own is None and flag in HINTS:  # before argparse: its value may be no argument
-                parser.error(f"unknown flag {name}{hint(flag, flags)}")
-            ignored += [name] if own == [] else []
-            own = [word] if own is None else own
-        if own and own[-1].partition("=")[0] in flags:
-            own = [*own[:-1], *revalued(own[-1], rest, flags)]
-        found += own
-        for action in filter(None, (flags.get(each.partition("=")[0]) for each in own)):
-            is_once = action.nargs != 0 and not isinstance(action, argparse._AppendAction)
-            if typed.setdefault(action, name) != name and is_once:
-                parser.error(f"{typed[action]} and {name} name one thing: give one of them")
-    return found, {action.dest for action in typed}, ignored
+    name = word.partition("=")[0]
+    flag = _hyphened(name)
+    spelling = Spelling([flag + word[len(name) :]] if flag in flags else [word])
+    if word.startswith("-") and flag not in flags:
+        try:
+            ours = translated(flag + word[len(name) :], rest, flags)
+        except OSError as error:
+            parser.error(f"{name}: {error.filename} cannot be read: {error.strerror}")
+        if ours is None and flag in HINTS:  # before argparse: its value may be no argument
+            parser.error(f"unknown flag {name}{hint(flag, flags)}")
+        spelling = ours or spelling
+    if spelling.words and spelling.words[-1].partition("=")[0] in flags:
+        *before, last = spelling.words
+        valued = revalued(last, rest[spelling.num_taken :], flags)
+        return Spelling([*before, *valued.words], spelling.num_taken + valued.num_taken)
+    return spelling
 
 
 def _explain_commands(words: Sequence[str]) -> NoReturn:
@@ -261,9 +293,7 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
         add("checkpoint", nargs="?", metavar="MODEL", help="the same as --model (default: its value)")
     add("--help-all", action="help", help="show every flag and exit")
     if name in CONFIGURED:
-        about = (
-            "YAML or TOML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
-        )
+        about = "YAML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
         add("--config", metavar="FILE", help=about)
     if any(action.dest == "model" for action in parser._actions):
         add("--hf-file", help=argparse.SUPPRESS)  # of the repository that --model names

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from ..errors import RequestError, TinyGPTError, suggest
-from ..fields import own_names
+from ..fields import own_names, token_id_of
 from ..sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..weights.errors import printable
 from .flags import with_seed
@@ -348,9 +348,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
             f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
         )
     biases = fields.get("logit_bias")
-    if isinstance(biases, dict):  # keys are texts in JSON; int() refuses 5000 digits
-        is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
-        fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
+    if isinstance(biases, dict):
+        fields["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
     return PromptRecord(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import RequestError, how_to_install, invalid
 from ..llm import LLM
-from ..outputs import ContinuationScore, UseTqdm, with_bar
+from ..outputs import ContinuationScore, UseTqdm, perplexity_of, with_bar
 from ..sampling_params import SamplingParams
 
 NUM_TOGETHER = 8  # threads that share the engine's steps
@@ -40,15 +40,15 @@ class Perplexity:
 
     @property
     def token_perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity_of(self.loss)
 
     @property
     def word_perplexity(self) -> float:
-        return _exp(self.loss * self.num_tokens / self.num_words)
+        return perplexity_of(self.loss * self.num_tokens / self.num_words)
 
     @property
     def byte_perplexity(self) -> float:
-        return math.exp(self.loss * self.num_tokens / self.num_bytes)
+        return perplexity_of(self.loss * self.num_tokens / self.num_bytes)
 
     @property
     def bits_per_byte(self) -> float:
@@ -123,12 +123,14 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
         (of_token,) = llm.score(token_ids[:-1], [token_ids[-1:]])
         return of_word, of_token
 
-    found = []
     by_protocol = zip(*map_together(scores_of, texts, use_tqdm, "rows"), strict=True)
-    for protocol, scores in zip(("last word", "last token"), by_protocol, strict=True):
-        loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
-        found.append(Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss)))
-    return found
+    return [*map(_lambada, ("last word", "last token"), by_protocol)]
+
+
+def _lambada(protocol: str, scores: Sequence[ContinuationScore]) -> Lambada:
+    loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
+    num_correct = sum(score.is_greedy for score in scores)
+    return Lambada(protocol, len(scores), num_correct, perplexity_of(loss))
 
 
 def map_together(
@@ -137,13 +139,6 @@ def map_together(
     """Yield in order, NUM_TOGETHER at once."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
-
-
-def _exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:  # of a word of very many tokens
-        return math.inf
 
 
 def prompt_of(article: str) -> str:

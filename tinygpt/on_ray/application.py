@@ -13,8 +13,8 @@ from ray.serve.config import AutoscalingConfig
 from ray.util.metrics import Gauge
 
 from ..llm import LLM
-from ..server.api import ServerConfig
 from ..server.app import create_app
+from ..server.config import ServerConfig
 from ..server.monitoring import configure_logging
 
 

@@ -110,7 +110,7 @@ def _outputs(ray: Any, count: int, args: LLMArgs, requests: list[Request]) -> It
 
 def _num_tokens(request: Request) -> int:
     _, prompt, params = request
-    return len(prompt.token_ids) + max(params.best_of or params.n, params.num_beams) * params.max_tokens
+    return len(prompt.token_ids) + max(params.num_samples, params.num_beams) * params.max_tokens
 
 
 def _import_ray() -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import FailedRequestError, RequestError
+from ..fields import token_id_of
 from ..llm import LLM
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingP
     given = {str(name): _plain(value) for name, value in fields.items() if value is not None}
     if isinstance(given.get("logit_bias"), dict):  # Arrow has texts as keys, and the keys of all rows
         bias = given["logit_bias"].items()
-        given["logit_bias"] = {_token_id(key): value for key, value in bias if value is not None}
+        given["logit_bias"] = {token_id_of(key): value for key, value in bias if value is not None}
     params = replace(params, **given)
     if params.n > 1:
         raise RequestError(
@@ -82,10 +83,6 @@ def _row_of(future: "Future[RequestOutput]") -> tuple[Any, ...]:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-
-
-def _token_id(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 20 else key
 
 
 def _column(values: list[Any]) -> np.ndarray:

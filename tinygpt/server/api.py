@@ -4,9 +4,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,12 +20,13 @@ import tinygpt
 from ..engine.prompts import Prompt, encode
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
-from ..look.edits import ControlVector, salt_of
+from ..look.edits import salt_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import SamplingParams
-from ..text.chat import PlainTemplate, Template, chat_ids
+from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
 from .answers import RETRY, ApiError, from_engine, in_turns, json_reply, whole
+from .config import ServerConfig
 from .monitoring import Metrics
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import (
@@ -59,31 +60,6 @@ def memory_full() -> ApiError:
         f"the replies to other requests, made and not read yet, take {MAX_HELD >> 20} MiB: ask again later."
     )
     return ApiError(429, message, code="memory_full", **RETRY)
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """The operator's settings.
-
-    served_model_names: names of the model for clients; replies use the first.
-    api_keys: one of them must come with each request; empty: no key is needed.
-    allowed_hosts: values of the Host header; None is any. allowed_origins: web pages that may read replies.
-    enable_log_requests: log each body, and so its prompts.
-    chat_template: None is the LLM's. ignores_unknown_fields: of requests, which are refused otherwise.
-    look: requests may capture and edit activations. control_vectors: by the names in a request's `steer`.
-    """
-
-    served_model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    allowed_hosts: frozenset[str] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 * 2**20
-    max_logprobs: int = 20
-    enable_log_requests: bool = False
-    chat_template: Template | None = None
-    ignores_unknown_fields: bool = False
-    look: bool = False
-    control_vectors: Mapping[str, ControlVector] | None = None
 
 
 class Api:
@@ -362,7 +338,7 @@ class Api:
 
         def read() -> SamplingParams:
             looks = isinstance(form, protocol.LookFields)
-            more = look_params(form, self.config.look, self.config.control_vectors or {}) if looks else {}
+            more = look_params(form, self.config.look, self.config.control_vectors) if looks else {}
             params = form.sampling_params(self.encode, **others, **more)
             request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None
             return params

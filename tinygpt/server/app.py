@@ -39,7 +39,8 @@ import tinygpt
 from ..errors import RequestError, suggest
 from ..llm import LLM
 from .answers import BUG, ApiError, ErrorReply, from_validation, respond
-from .api import MAX_HELD, Api, ServerConfig, memory_full
+from .api import MAX_HELD, Api, memory_full
+from .config import ServerConfig
 from .connection import Connection
 from .info_routes import InfoRoutes
 from .requests import JsonRoute

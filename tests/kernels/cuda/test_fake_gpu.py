@@ -9,11 +9,11 @@ import pytest
 from support import fake_gpu
 from support.paths import ROOT
 
-FILES = ("tests/kernels/cuda/test_engine.py", "tests/scripts/test_first_contact.py")
+FILES = ("tests/kernels/cuda/test_engine.py", "tests/kernels/cuda/test_probes.py")
 # First requests, graphs, and a dtype with scales; then each dtype. The models of other tests take too long.
 FIRST = "says_what_it_is or memory_back or greedy or warped or graph or (small_model and int8)"
 FEW = f"{FIRST} or small_model"
-ALL = "not two_models"
+ALL = "not two_models and not more_of_each"
 CASES = [
     ("9.0", FIRST),
     ("7.5", "greedy or warped or graph or float32"),

@@ -8,6 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import TinyGPTError
+from tinygpt.llm import WARMUP_REQUESTS
 from tinygpt.outputs import StreamChunk
 
 
@@ -17,8 +18,8 @@ class TritonPythonModel:
         arguments = json.loads(parameters["llm"]["string_value"]) if "llm" in parameters else {}
         # Texts come from clients: special tokens in them are plain text.
         self._llm = LLM(**{"split_special_tokens": True, **arguments})
-        # Kernels compile before the first request.
-        self._llm.generate([[0, 0]], SamplingParams(max_tokens=2, temperature=1.0))
+        for fields in WARMUP_REQUESTS:  # kernels compile before the first request
+            self._llm.generate([[0, 0]], max_tokens=2, **fields)
 
     def execute(self, requests: list[Any]) -> None:
         """Return at once: the engine's thread sends the responses."""
