@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from .config import DTYPES, EMBEDDING, HEAD, ModelConfig, parameter_shapes
-from .containers.safetensors import NAME as FLOAT8
 from .containers.safetensors import Entry, read_safetensors, write_tensors
 from .errors import CheckpointError
 from .families import gpt2
@@ -63,13 +62,9 @@ class Checkpoint:
         return self.path.parent if self.path.is_file() else self.path
 
     @property
-    def is_float8(self) -> bool:
-        return any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
-
-    @property
     def auto_dtype(self) -> str:
-        """Return the dtype of "auto": bfloat16 loses little of float8 with its scales."""
-        return "bfloat16" if self.is_float8 else "float32"
+        """Return the dtype of "auto"."""
+        return "float32"
 
     def tensor(self, name: str) -> np.ndarray:
         """Return a float32 parameter, a view if the file holds float32; every matrix is (out, in)."""

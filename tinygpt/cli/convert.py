@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TinyGPTError, invalid
 from ..llm_args import CHECKPOINT
-from ..weights.config import DTYPES, PRECISIONS, STORAGE_DTYPE
+from ..weights.config import DTYPES, PRECISIONS
 from .flags import CPU_FLAGS, Command, add_flag, add_group, set_thread_pools
 from .streams import log, progress, read_plain_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ALPHA = 0.5
 FORMATS = {  # -> dtypes; None is tinygpt's own format
-    None: (*DTYPES, STORAGE_DTYPE),
+    None: DTYPES,
     "safetensors": ("float32", "float16", "bfloat16"),
     "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
     "npz": ("float32", "float16"),
@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> None:
         before, file = _convert(args, folder)
         after = file.stat().st_size
     made = target / file.name if args.to in ONE_FILE else target
-    how = ", and leave --dtype out: it computes in bfloat16" if args.dtype == STORAGE_DTYPE else ""
-    use = "" if args.to == "npz" else f"; use it as --model {made}{how}"  # tinygpt does not read .npz
+    use = "" if args.to == "npz" else f"; use it as --model {made}"  # tinygpt does not read .npz
     log(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 
@@ -151,8 +150,6 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     elif args.to:
         writer = export.write_npz if args.to == "npz" else export.write_safetensors
         write = partial(_write, writer, folder, checkpoint, args.dtype)
-    elif args.dtype == STORAGE_DTYPE:
-        write = partial(_write, export.write_float8, folder, checkpoint, args.source)
     else:
         write = partial(write_packed, folder, *_pack(args, checkpoint))
     if checkpoint.heads:

@@ -21,7 +21,7 @@ from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, UnpackedCheckpoint, is_random
-from ..weights.config import HEAD, POSITIONS, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
+from ..weights.config import HEAD, POSITIONS, PRECISIONS, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
 
@@ -172,12 +172,6 @@ def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
     if device not in DEVICES:
         raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
-    if dtype == STORAGE_DTYPE:
-        raise RequestError(
-            f"is {dtype!r}, in which weights are kept in files and nothing computes: run `tinygpt convert SRC DST "
-            f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
-            "dtype",
-        )
     if dtype != "auto":
         _check_dtype(dtype, backend)
     try:

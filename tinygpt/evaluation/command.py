@@ -243,7 +243,7 @@ def _folder_for_transformers(model: str) -> Path:
 
     path = resolve(model)
     checkpoint = open_checkpoint(model)
-    if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
+    if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(
             f"transformers cannot read {model}, which tinygpt has converted: compare its original, or give --golden "
             "FILE --dtype auto with a file that --save-golden has written of the original."

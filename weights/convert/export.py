@@ -1,7 +1,4 @@
-"""Checkpoints for other programs, in transformers' layout: safetensors, NumPy's npz, and safetensors with float8.
-
-float8 has a scale for each output channel or token; biases, norms and positions stay float32.
-"""
+"""Checkpoints for other programs, in transformers' layout: safetensors, and NumPy's npz."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,9 +11,8 @@ import numpy as np
 
 from ...kernels.numbers import to_bfloat16
 from ..checkpoint import Checkpoint, read_config
-from ..config import HEAD, POSITIONS, parameter_shapes
-from ..containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
-from ..containers.safetensors import NAME as FLOAT8
+from ..config import HEAD, parameter_shapes
+from ..containers.safetensors import Entry, write_tensors
 from ..errors import CheckpointError, NoTokenizerError
 from ..families.family import TRANSPOSED, Layout, Transform
 from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
@@ -56,22 +52,6 @@ def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
         arrays: dict[str, Any] = {part.name: _read(part, dtype) for part in parts_of(checkpoint)}
         np.savez(file, **arrays)
     return folder / NPZ
-
-
-def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
-    arrays: dict[str, np.ndarray] = {}
-    for part in parts_of(checkpoint):
-        array = np.ascontiguousarray(part.array())
-        if array.ndim == 2 and part.parameter != POSITIONS:
-            array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
-        arrays[part.short_name] = array
-    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
-    entries = {
-        name: Entry(FLOAT8 if a.dtype == np.uint8 else "float32", a.shape, partial(np.asarray, a))
-        for name, a in arrays.items()
-    }
-    write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})
-    return folder / SAFETENSORS
 
 
 def parts_of(checkpoint: Checkpoint) -> Iterator[LayoutPart]:
