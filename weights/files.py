@@ -6,8 +6,9 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -169,15 +170,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file that survives a power cut, in place of an old one. Raise OSError."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write and sync, which takes an old one's place after the block. Raise OSError."""
     partial = path.with_name(f"tinygpt-{os.urandom(4).hex()}.partial")  # never longer than a name may be
     try:
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            sync(file.fileno())  # otherwise the name may reach the disk before the data
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write a file that survives a power cut, in place of an old one. Raise OSError."""
+    with replacing(path) as partial, partial.open("xb") as file:
+        file.write(data)
+        file.flush()
+        sync(file.fileno())  # otherwise the name may reach the disk before the data

@@ -22,6 +22,7 @@ from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
+from tinygpt.weights.convert.gguf import write_tensors
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
@@ -53,6 +54,13 @@ def test_blocks_without_the_package_name_its_extra(tmp_path, monkeypatch):
     assert read_gguf(path).tensors["b"].float32().tolist() == [[0] * 32]
     path.write_bytes(gguf_bytes({}, {"a": ((1, 256), 12, bytes(144))}))
     assert_refused(path, r"x\.gguf is in ggml's block format 12, .*tinygpt\[gguf\]")
+
+
+def test_a_file_is_written_by_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"written by the package gguf: .*tinygpt\[gguf\]"):
+        write_tensors(tmp_path / "x.gguf", "x", {}, {"a": np.ones(3)})
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_file_says_what_it_is(tmp_path):
