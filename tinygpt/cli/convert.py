@@ -128,15 +128,11 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from ..engine.model_runner import check_tokenizer
     from ..text.gpt2_bpe import write_prepared
-    from ..weights.checkpoint import PackedCheckpoint, is_random, write_packed
+    from ..weights.checkpoint import PackedCheckpoint, write_packed
     from ..weights.convert import export, gguf
     from ..weights.convert.export import write_sidecar_files
     from ..weights.open import open_checkpoint
 
-    if is_random(args.source):
-        raise RequestError(
-            f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has."
-        )
     checkpoint = open_checkpoint(args.source)
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(
