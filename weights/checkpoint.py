@@ -14,7 +14,7 @@ from .containers.safetensors import Entry, read_safetensors, write_tensors
 from .errors import CheckpointError
 from .families import gpt2
 from .families.family import Layout
-from .files import PACKED_FILE, crc32_of, in_a_thread, open_regular, read_json_object
+from .files import PACKED_FILE, StoredTokenizer, crc32_of, in_a_thread, open_regular, read_json_object
 from .tensor import FILES, LazyTensor, MappedFile, StoredTensor, Tensor, drawn, parsing
 
 READ_SIZE = 2**20  # bytes
@@ -36,7 +36,7 @@ class Checkpoint:
     embedding; ignored: known, unused names; heads: of other tasks, by GPT-2's names; quirks: what was evened out;
     files: all with tensors.
     layout: transformers', None for GPT-2's. tokenizer_folder: of another tokenizer, an adapter's.
-    read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
+    read_tokenizer: returns one in the weights' files, or None if it lies in `folder`; may raise CheckpointError.
     chat_options: a chat template with its special tokens in the file itself, as tokenizer_config.json has them.
     on_release: called with the name of a parameter that has been read.
     """
@@ -50,7 +50,7 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     quirks: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
+    read_tokenizer: Callable[[], StoredTokenizer | None] = lambda: None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None

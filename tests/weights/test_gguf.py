@@ -8,6 +8,7 @@ from dataclasses import replace
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 from support.family_models import write_family
@@ -226,6 +227,16 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, 
         in result.err
     )
     assert open_checkpoint(tmp_path / "there" / "model.gguf").read_tokenizer() is None
+
+
+def test_a_written_tokenizer_is_read_by_the_library(tmp_path):
+    source = write_gguf_folder(tmp_path / "x", TENSORS, **TOKENIZER)
+    folder = convert(source, tmp_path / "folder", "--to", "safetensors")
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = load_tokenizer(open_checkpoint(source))
+    assert ours.special_ids
+    for text in ("abc", "ab<end>c"):
+        assert theirs.encode(text).ids == ours.encode(text)
 
 
 def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path):

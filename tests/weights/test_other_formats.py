@@ -149,8 +149,7 @@ def test_the_tokenizer_goes_along(tmp_path):
         text = "Once upon a time, <|endoftext|> Ångström's 12"
         assert ours.encode(text) == theirs.encode(text)
         assert ours.special_ids == theirs.special_ids
-    metadata = checkpoint.read_tokenizer()
-    assert metadata["model"]["type"] == "BPE"
+    assert checkpoint.read_tokenizer().cuts == "gpt-2"
     (tmp_path / "alone").mkdir()
     moved = (tmp_path / "there" / "model.gguf").rename(tmp_path / "alone" / "x.gguf")
     convert(moved, tmp_path / "back", "--to", "safetensors")

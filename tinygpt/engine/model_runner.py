@@ -18,7 +18,7 @@ from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..ranks.mpi import local_rank
-from ..text.files import checked_spec, read_tokenizer
+from ..text.files import checked_spec, read_tokenizer, spec_of
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, UnpackedCheckpoint, is_random
 from ..weights.config import HEAD, POSITIONS, PRECISIONS, ModelConfig, parameter_shapes
@@ -147,9 +147,9 @@ def load_tokenizer(
         )
     if isinstance(checkpoint, Checkpoint) and checkpoint.tokenizer_folder:
         return Tokenizer.from_folder(checkpoint.tokenizer_folder, split_special_tokens)
-    spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
-    if spec is not None:
-        return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
+    stored = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
+    if stored is not None:
+        return Tokenizer.from_spec(spec_of(stored), checkpoint.path, split_special_tokens)
     return Tokenizer.from_folder(checkpoint.folder, split_special_tokens)
 
 
@@ -160,8 +160,10 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
-    spec = checkpoint.read_tokenizer()
-    return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
+    stored = checkpoint.read_tokenizer()
+    if stored is None:
+        return read_tokenizer(checkpoint.folder)
+    return checked_spec(spec_of(stored), checkpoint.path, {})
 
 
 def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:

@@ -1,7 +1,7 @@
 """Checkpoints for other programs, in transformers' layout: safetensors, and NumPy's npz."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from ...kernels.numbers import to_bfloat16
 from ..checkpoint import Checkpoint, read_config
 from ..config import HEAD, parameter_shapes
 from ..containers.safetensors import Entry, write_tensors
-from ..errors import CheckpointError, NoTokenizerError
+from ..errors import CheckpointError
 from ..families.family import TRANSPOSED, Layout, Transform
 from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
 from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
@@ -113,8 +113,13 @@ def _read(part: LayoutPart, dtype: str) -> np.ndarray:
     return rounded(part.name, part.array(), dtype)
 
 
-def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them."""
+def write_sidecar_files(
+    folder: Path, checkpoint: Checkpoint, tokenizer_json: Mapping[str, Any] | None
+) -> None:
+    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them.
+
+    tokenizer_json: of the tokenizer in the weights' files.
+    """
     # A head that differs from the embedding counts, whatever the checkpoint's own file says.
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
     try:
@@ -129,16 +134,14 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
             _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
         _write(folder / "config.json", config_json(config))
-    try:
-        spec = checkpoint.read_tokenizer()
-    except NoTokenizerError:  # token ids work without it, there as here
-        spec = None
-    if spec is None:
+    if tokenizer_json is None:
         _copy(TOKENIZER_FILES, checkpoint.folder, folder)
-    else:
-        _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
-        if "eos_token" in spec:
-            _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
+        return
+    parts = dict(tokenizer_json)
+    eos_token = parts.pop("eos_token", None)
+    _write(folder / "tokenizer.json", parts)
+    if eos_token is not None:
+        _write(folder / "tokenizer_config.json", {"eos_token": eos_token})
 
 
 def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """GGUF files of GPT-2 and BLOOM that llama.cpp loads, with their tokenizers in them."""
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +14,7 @@ from ..checkpoint import Checkpoint
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from ..errors import CheckpointError, how_to_install
 from ..families.gguf import ARCHITECTURES, CONTROL, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
-from ..families.gpt2 import is_blooms_kind
-from ..files import replacing, sync
+from ..files import StoredTokenizer, replacing, sync
 from .export import rounded
 
 FILE = "model.gguf"
@@ -29,11 +29,8 @@ TYPES = {
 IN_BLOCKS = ("int8", "int4")
 
 
-def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapping[str, Any] | None) -> Path:
-    """Write model.gguf into the folder. Raise CheckpointError for a model that llama.cpp would compute otherwise.
-
-    tokenizer: of a tokenizer.json, byte-level BPE, or None; "add_bos_token": bos_token_id begins every text.
-    """
+def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: StoredTokenizer | None) -> Path:
+    """Write model.gguf into the folder. Raise CheckpointError for a model that llama.cpp would compute otherwise."""
     config = checkpoint.config
     check_gguf(checkpoint, dtype)
     keys = _keys(config, dtype, checkpoint.path.stem) | _tokenizer_keys(config, tokenizer)
@@ -74,10 +71,15 @@ def _write(
 ) -> None:
     """Write a GGUF file and flush it. tensors: shapes and dtypes by name, in the order of `arrays`."""
     gguf = _library()
-    with closing(gguf.GGUFWriter(path, architecture)) as writer:
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, value: Any, *options: Any, **more: Any) -> bytes:
+            if value == []:  # of no merges: the package refuses it, and llama.cpp asks for it
+                return struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 0)
+            return super()._pack_val(value, *options, **more)
+
+    with closing(Writer(path, architecture)) as writer:
         for name, content in keys.items():
-            if content == []:  # the package refuses it
-                continue
             is_whole = type(content) is int
             kind = gguf.GGUFValueType.UINT32 if is_whole else gguf.GGUFValueType.get_type(content)
             writer.add_key_value(name, content, kind)
@@ -153,7 +155,7 @@ def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, Any]:
     }
 
 
-def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+def _tokenizer_keys(config: ModelConfig, tokenizer: StoredTokenizer | None) -> dict[str, Any]:
     """Return a token for each row of the vocabulary: without a text, an unused token."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
     keys = {
@@ -164,21 +166,19 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
         return {**keys, "tokenizer.ggml.model": "none", size: config.vocab_size}
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     kinds = [UNUSED] * config.vocab_size
-    for token, i in tokenizer["model"]["vocab"].items():
+    for token, i in tokenizer.vocab.items():
         if i < config.vocab_size:
             tokens[i], kinds[i] = token, NORMAL
-    for entry in tokenizer["added_tokens"]:
-        if entry["id"] < config.vocab_size:
-            tokens[entry["id"]] = entry["content"]
-            kinds[entry["id"]] = CONTROL if entry["special"] else USER_DEFINED
+            if token in tokenizer.added_tokens:
+                kinds[i] = CONTROL if tokenizer.added_tokens[token] else USER_DEFINED
     return {
         **keys,
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "bloom" if is_blooms_kind(tokenizer) else "gpt-2",
-        "tokenizer.ggml.add_bos_token": bool(tokenizer.get("add_bos_token")),
+        "tokenizer.ggml.pre": tokenizer.cuts,
+        "tokenizer.ggml.add_bos_token": tokenizer.bos_token is not None,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.merges": list(tokenizer.merges),
     }
 
 
