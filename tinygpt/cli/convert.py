@@ -129,12 +129,12 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from ..engine.model_runner import check_tokenizer
     from ..text.gpt2_bpe import write_prepared
-    from ..weights.checkpoint import PackedCheckpoint, write_packed
+    from ..weights.checkpoint import write_packed
     from ..weights.convert import export, gguf
     from ..weights.open import open_checkpoint
 
     checkpoint = open_checkpoint(args.source)
-    if isinstance(checkpoint, PackedCheckpoint):
+    if checkpoint.converted_to:
         raise RequestError(
             f"SRC {args.source} is converted already: give the checkpoint that it was made from."
         )

@@ -14,7 +14,6 @@ from ..kernels import numbers
 from ..kernels.backend import Batch
 from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs
 from ..sampling_params import SamplingParams
-from ..weights.checkpoint import PackedCheckpoint, UnpackedCheckpoint
 from ..weights.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -281,7 +280,7 @@ def points_of(source: ModelSource, args: LLMArgs) -> "Callable[[], HookPoints]":
 
     def tensor(name: str) -> np.ndarray:
         checkpoint = opened()
-        if isinstance(checkpoint, PackedCheckpoint | UnpackedCheckpoint):
+        if checkpoint.converted_to:
             raise RequestError(
                 f"{name} is packed in this converted checkpoint: load the one that it was made from."
             )
