@@ -212,18 +212,16 @@ def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -
     return str(folder)
 
 
-def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
-    """Make the dtypes that only `tinygpt convert` makes."""
+def convert(model: str, folder: Path, text: Path) -> dict[str, str]:
+    """Make the dtypes that a text calibrates."""
     folder.mkdir()
-    wanted = {"float8": ["--dtype", "float8"]}
-    if text is not None:
-        wanted |= {
-            f"{dtype}, calibrated": ["--dtype", dtype, "--calibrate", str(text)] for dtype in ("int8", "int4")
-        }
-    for name, options in wanted.items():
-        if cli.main(["convert", model, str(folder / name), *options]):
+    converted = {}
+    for dtype in ("int8", "int4"):
+        name = f"{dtype}, calibrated"
+        converted[name] = str(folder / name)
+        if cli.main(["convert", model, converted[name], "--dtype", dtype, "--calibrate", str(text)]):
             raise SystemExit(1)
-    return {name: str(folder / name) for name in wanted}
+    return converted
 
 
 def quality_table(results: dict[str, dict[str, Quality]]) -> str:
@@ -263,7 +261,9 @@ def main() -> None:
             models[name] = write_outliers(arguments.model, edit, windows[0], folder / name)
         results = {}
         for name, model in models.items():
-            converted = convert(model, folder / f"{Path(name).name} converted", arguments.calibrate)
+            converted = {}
+            if arguments.calibrate:
+                converted = convert(model, folder / f"{Path(name).name} converted", arguments.calibrate)
             results[name] = measure(model, windows, converted=converted)
     print(quality_table(results))
 

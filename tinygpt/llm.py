@@ -40,7 +40,6 @@ from .outputs import (
 from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
-from .weights.checkpoint import PackedCheckpoint
 from .weights.config import dtype_name
 
 if TYPE_CHECKING:  # `generate` has no use for them
@@ -91,11 +90,11 @@ class LLM(Front[RequestFuture], LookMethods):
         self.dtype = source.dtype
         self.max_model_len = engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
-        self._chat_options = getattr(source.checkpoint, "chat_options", {})  # a packed one has a folder's
+        self._chat_options = source.checkpoint.chat_options
         if args.chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
         self._classifier = None
-        if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
+        if source.checkpoint.heads:
             from .engine.classifier import read_heads
 
             self._classifier, note = read_heads(source.checkpoint)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from .config import DTYPES, EMBEDDING, HEAD, ModelConfig, parameter_shapes
-from .containers.safetensors import NAME as FLOAT8
 from .containers.safetensors import Entry, read_safetensors, write_tensors
-from .errors import CheckpointError
+from .errors import CheckpointError, NoTokenizerError
 from .families import gpt2
 from .families.family import Layout
-from .files import PACKED_FILE, crc32_of, in_a_thread, open_regular, read_json_object
+from .files import PACKED_FILE, StoredTokenizer, crc32_of, in_a_thread, open_regular, read_json_object
 from .tensor import FILES, LazyTensor, MappedFile, StoredTensor, Tensor, drawn, parsing
 
 READ_SIZE = 2**20  # bytes
@@ -37,9 +36,10 @@ class Checkpoint:
     embedding; ignored: known, unused names; heads: of other tasks, by GPT-2's names; quirks: what was evened out;
     files: all with tensors.
     layout: transformers', None for GPT-2's. tokenizer_folder: of another tokenizer, an adapter's.
-    read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
+    read_tokenizer: returns one in the weights' files, or None if it lies in `folder`; may raise CheckpointError.
     chat_options: a chat template with its special tokens in the file itself, as tokenizer_config.json has them.
     on_release: called with the name of a parameter that has been read.
+    converted_to: the dtype that `convert` has packed the weights in. packed: in place of `stored`.
     """
 
     path: Path
@@ -51,25 +51,23 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     quirks: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
+    read_tokenizer: Callable[[], StoredTokenizer | None] = lambda: None
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None
     tokenizer_folder: Path | None = None
     on_release: Callable[[str], Any] = lambda name: None
+    converted_to: str | None = None
+    packed: "PackedWeights | None" = None
 
     @property
     def folder(self) -> Path:
         return self.path.parent if self.path.is_file() else self.path
 
     @property
-    def is_float8(self) -> bool:
-        return any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
-
-    @property
     def auto_dtype(self) -> str:
-        """Return the dtype of "auto": bfloat16 loses little of float8 with its scales."""
-        return "bfloat16" if self.is_float8 else "float32"
+        """Return the dtype of "auto"."""
+        return self.converted_to or "float32"
 
     def tensor(self, name: str) -> np.ndarray:
         """Return a float32 parameter, a view if the file holds float32; every matrix is (out, in)."""
@@ -87,18 +85,17 @@ class Checkpoint:
 
         Files are read, not mapped: unused pages would count as this process's memory.
         """
+        if self.packed:
+            return self.packed.checksum
         return in_a_thread(lambda: " ".join(sorted(map(_checksum, self.files))))
 
+    def unpacked(self, unpack: Callable[[str], np.ndarray]) -> "Checkpoint":
+        """Return a converted checkpoint for a device that cannot read it in place.
 
-@dataclass(frozen=True)
-class UnpackedCheckpoint(Checkpoint):
-    """A converted checkpoint for a device that cannot read it in place."""
-
-    dtype: str = "float32"
-
-    @property
-    def auto_dtype(self) -> str:
-        return self.dtype
+        unpack: a parameter by its name, in float32.
+        """
+        stored = {name: LazyTensor(partial(unpack, name), ()) for name in parameter_shapes(self.config)}
+        return replace(self, stored=stored, packed=None)
 
 
 def _checksum(path: Path) -> str:
@@ -122,8 +119,8 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class PackedCheckpoint:
-    """A converted checkpoint: packed weights in one safetensors file, which kernels read in place.
+class PackedWeights:
+    """The weights of a converted checkpoint in one safetensors file, which kernels read in place.
 
     The file holds the CPU kernels' arrays by name, bfloat16 as two bytes. Its metadata: `format`, `version`, `dtype`,
     whether the head is `tied` to wte, the packing's numbers, the `source`, the calibration, and the `crc32` of the
@@ -131,57 +128,18 @@ class PackedCheckpoint:
     checksum: of the data, computed in a thread.
     """
 
-    path: Path
-    config: ModelConfig
-    dtype: str
-    tied: bool
+    file: MappedFile
+    vocab_size: int
     metadata: Mapping[str, str]
     stored: Mapping[str, StoredTensor]
     checksum: Future[str]
-
-    @classmethod
-    def open(cls, path: Path) -> "PackedCheckpoint":
-        """Open a folder with PACKED_FILE. Raise CheckpointError if it is damaged or of another version."""
-        file = path / PACKED_FILE
-        for name in FILES:
-            if (path / name).exists():
-                raise CheckpointError(
-                    f"{path} holds both {PACKED_FILE} and {name}: move one to another folder."
-                )
-        config = read_config(path)
-        try:
-            packed = read_safetensors(file)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
-        metadata = packed.metadata
-        stored = packed.tensors
-        _check_metadata(file, metadata)
-        checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
-        return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored, checksum)
-
-    @property
-    def folder(self) -> Path:
-        return self.path
-
-    def begin_checksum(self) -> Future[str]:
-        return self.checksum
-
-    @property
-    def file(self) -> MappedFile:
-        return next(iter(self.stored.values())).file
-
-    def unpacked(self, unpack: Callable[[str], np.ndarray]) -> UnpackedCheckpoint:
-        """unpack: a parameter by its name, in float32."""
-        stored = {name: LazyTensor(partial(unpack, name), ()) for name in parameter_shapes(self.config)}
-        about = self.path, "safetensors", "GPT-2", self.config
-        return UnpackedCheckpoint(*about, stored, self.tied, files=(self.file.path,), dtype=self.dtype)
 
     def arrays(self, layout: PackedLayout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Return writable views of the file, whose writes stay out of it.
 
         Raise one CheckpointError that lists all differences from this layout and packing, or for damaged data.
         """
-        wanted = {**packing, "vocab_size": self.config.vocab_size}  # no array is as long: panels are padded
+        wanted = {**packing, "vocab_size": self.vocab_size}  # no array is as long: panels are padded
         problems = [
             f"its {name} is {self.metadata.get(name)} and {number} is asked for"
             for name, number in wanted.items()
@@ -191,15 +149,44 @@ class PackedCheckpoint:
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
             raise CheckpointError(
-                f"{self.path / PACKED_FILE} does not hold what its config.json and this tinygpt ask for:\n{lines}\n"
+                f"{self.file.path} does not hold what its config.json and this tinygpt ask for:\n{lines}\n"
                 f"Restore the two files as they were made together, or {CONVERT_AGAIN}"
             )
         if self.checksum.result() != self.metadata.get("crc32"):
             raise CheckpointError(
-                f"{self.path / PACKED_FILE} is damaged, its data does not have the checksum in its header: copy it "
+                f"{self.file.path} is damaged, its data does not have the checksum in its header: copy it "
                 f"again, or {CONVERT_AGAIN}"
             )
         return {name: self.stored[name].array(dtype) for name, (_, dtype) in layout.items()}
+
+
+def open_packed(path: Path) -> Checkpoint:
+    """Open a folder with PACKED_FILE. Raise CheckpointError if it is damaged or of another version."""
+    file = path / PACKED_FILE
+    for name in FILES:
+        if (path / name).exists():
+            raise CheckpointError(f"{path} holds both {PACKED_FILE} and {name}: move one to another folder.")
+    config = read_config(path)
+    try:
+        container = read_safetensors(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
+    metadata = container.metadata
+    stored = container.tensors
+    _check_metadata(file, metadata)
+    mapped = next(iter(stored.values())).file
+    checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
+    return Checkpoint(
+        path,
+        container.format,
+        "GPT-2",
+        config,
+        stored={},
+        tied=metadata["tied"] == "true",
+        files=(file,),
+        converted_to=metadata["dtype"],
+        packed=PackedWeights(mapped, config.vocab_size, metadata, stored, checksum),
+    )
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
@@ -271,7 +258,19 @@ def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
     stored = {
         name: LazyTensor(partial(drawn, name, shape), ()) for name, shape in shapes.items() if name != HEAD
     }
-    return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)
+    return Checkpoint(
+        Path(name),
+        "random weights",
+        "GPT-2",
+        config,
+        stored,
+        tied=True,
+        read_tokenizer=partial(_no_tokenizer, name),
+    )
+
+
+def _no_tokenizer(model: str) -> None:
+    raise NoTokenizerError(f"{model} has no tokenizer: give token ids, or a checkpoint that has one.")
 
 
 def is_random(model: object) -> bool:

@@ -38,7 +38,6 @@ DTYPE_ALIASES = {
     "q8_0": "int8",
     "q4_0": "int4",
 }
-STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
 # Every spelling of an implemented function, and the function.
 ACTIVATIONS = {
     **dict.fromkeys(

@@ -6,10 +6,12 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from .errors import CheckpointError
 
@@ -32,6 +34,23 @@ SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt",
 MAX_YAML_CHARACTERS = 100_000
 MAX_YAML_DEPTH = 100
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # in a file's place in a clone without Git LFS
+
+
+@dataclass(frozen=True)
+class StoredTokenizer:
+    """A tokenizer in the file of the weights, which tinygpt/text/files.py puts together as a tokenizer.json.
+
+    cuts: how a text is cut: as GPT-2's or BLOOM's byte-level BPE does, or into characters. vocab: all tokens, and their
+    ids. added_tokens: those that are split off before the others, and whether they are special.
+    bos_token: put before each text.
+    """
+
+    cuts: Literal["gpt-2", "bloom", "characters"]
+    vocab: Mapping[str, int]
+    merges: Sequence[str] = ()
+    added_tokens: Mapping[str, bool] = field(default_factory=dict)
+    bos_token: str | None = None
+    eos_token: str | None = None
 
 
 def how_to_replace(path: Path, what: str = "it") -> str:
@@ -93,15 +112,23 @@ def read_regular_text(path: Path) -> str:
     return io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8-sig").read()
 
 
+def read_json(text: str | bytes) -> Any:
+    """Raise ValueError for text that is no JSON, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Raise CheckpointError if the file is absent, damaged or holds no object."""
     try:
-        value = json.loads(read_regular_text(path))
+        value = read_json(read_regular_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} holds no {path.name}: copy it there from the model.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): {how_to_replace(path)}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__} and must hold an object {{...}}.")
@@ -169,15 +196,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file that survives a power cut, in place of an old one. Raise OSError."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write and sync, which takes an old one's place after the block. Raise OSError."""
     partial = path.with_name(f"tinygpt-{os.urandom(4).hex()}.partial")  # never longer than a name may be
     try:
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            sync(file.fileno())  # otherwise the name may reach the disk before the data
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write a file that survives a power cut, in place of an old one. Raise OSError."""
+    with replacing(path) as partial, partial.open("xb") as file:
+        file.write(data)
+        file.flush()
+        sync(file.fileno())  # otherwise the name may reach the disk before the data

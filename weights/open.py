@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from .checkpoint import Checkpoint, PackedCheckpoint, is_random, open_random
+from .checkpoint import Checkpoint, is_random, open_packed, open_random
 from .containers.formats import find_weights
 from .errors import CheckpointError, describe, listed
 from .files import ADAPTER_CONFIG, PACKED_FILE, looks_local
@@ -12,7 +12,7 @@ from .tensor import FILES
 DEMO = Path(__file__).resolve().parent / "demo"
 
 
-def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
+def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint:
     """Open "demo", a local folder or file, converted or not, a Hub name, or "random:SHAPE".
 
     Raise one CheckpointError for all that is wrong.
@@ -21,7 +21,7 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
         return open_random(str(model))
     path = resolve(model)
     if (path / PACKED_FILE).exists():
-        return PackedCheckpoint.open(path)
+        return open_packed(path)
     from .matching import read_checkpoint
 
     return read_checkpoint(path)

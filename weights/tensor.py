@@ -182,7 +182,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        bits = _BITS.fullmatch(self.dtype)  # none in bool, and in kinds of float8
+        bits = _BITS.fullmatch(self.dtype)  # none in bool, and in F8_E4M3
         return math.prod(self.shape) * (int(bits[1]) // 8 if bits else 1)
 
     @property

@@ -32,7 +32,7 @@ from tinygpt.kernels.cpu import load
 from tinygpt.llm_args import LLMArgs
 from tinygpt.text.gpt2_bpe import PREPARED_FILE
 from tinygpt.text.tokenizer import Tokenizer
-from tinygpt.weights.checkpoint import BOUNDARY, PACKED_FILE, PackedCheckpoint
+from tinygpt.weights.checkpoint import BOUNDARY, PACKED_FILE, open_packed
 from tinygpt.weights.config import DTYPES
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint
@@ -94,8 +94,8 @@ def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, is_tied):
     expected = model_arrays.to_file(load.load_arrays(open_checkpoint(source), dtype))
     checkpoint = open_checkpoint(converted(source, tmp_path / "converted", dtype))
     layout = model_arrays.layout_of(checkpoint.config, dtype, checkpoint.tied)
-    found = checkpoint.arrays(layout, model_arrays.PACKING)
-    assert (checkpoint.dtype, checkpoint.tied) == (dtype, is_tied)
+    found = checkpoint.packed.arrays(layout, model_arrays.PACKING)
+    assert (checkpoint.converted_to, checkpoint.tied) == (dtype, is_tied)
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert (array.dtype, array.shape) == (expected[name].dtype, expected[name].shape), name
@@ -123,7 +123,9 @@ def test_folder_holds_the_small_files_as_they_were(demo_int8):
 
 def test_panels_are_mapped_on_vector_boundaries(demo_int8):
     checkpoint = open_checkpoint(demo_int8)
-    arrays = checkpoint.arrays(model_arrays.layout_of(checkpoint.config, "int8", True), model_arrays.PACKING)
+    arrays = checkpoint.packed.arrays(
+        model_arrays.layout_of(checkpoint.config, "int8", True), model_arrays.PACKING
+    )
     _, start = header_of(demo_int8 / PACKED_FILE)
     assert start % BOUNDARY == 0
     for name, array in arrays.items():
@@ -201,7 +203,7 @@ def test_the_source_may_be_given_as_in_all_commands(tmp_path, given):
     target = tmp_path / "int8"
     target.mkdir()  # an empty folder is filled
     assert cli.main(["convert", *given.replace("DST", str(target)).split()]) == 0
-    assert open_checkpoint(target).dtype == "int8"
+    assert open_checkpoint(target).converted_to == "int8"
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -376,4 +378,4 @@ def test_damage_is_refused_with_what_to_do(tiny_int8, kind):
 def test_two_kinds_of_weights_in_one_folder_are_refused(tiny_int8, source):
     shutil.copy(source / "model.safetensors", tiny_int8)
     with pytest.raises(CheckpointError, match="holds both"):
-        PackedCheckpoint.open(tiny_int8)
+        open_packed(tiny_int8)

@@ -177,7 +177,7 @@ def damaged(request, with_tokenizer, monkeypatch) -> tuple[Path, str]:
     return with_tokenizer, request.param
 
 
-@pytest.mark.parametrize("flags", [[], ["--dtype", "float8"], ["--to", "gguf"]])
+@pytest.mark.parametrize("flags", [[], ["--to", "gguf"]])
 def test_convert_refuses_a_damaged_tokenizer_and_writes_nothing(damaged, tmp_path, capsys, flags):
     folder, wrong = damaged
     assert cli.main(["convert", str(folder), str(tmp_path / "new"), *flags]) == 2

@@ -201,10 +201,8 @@ def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     assert "make it with --layers too" in say_no(capsys, folder, "--golden", stateless, "--layers")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "runs_in"), [("float32", "float32"), ("int8", "int8"), ("float8", "bfloat16")]
-)
-def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_path, dtype, runs_in):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_path, dtype):
     target = tmp_path / "converted"
     assert cli.main(["convert", str(folder), str(target), "--dtype", dtype]) == 0
     refusal = say_no(capsys, target)
@@ -213,7 +211,7 @@ def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_
     )
     assert refusal.count("\n") == 1
     code, report = parity(capsys, target, "--golden", golden, "--dtype", "auto")
-    assert report["dtype"] == runs_in
+    assert report["dtype"] == dtype
     assert code == 0 or dtype != "float32"
 
 

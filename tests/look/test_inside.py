@@ -233,7 +233,7 @@ def test_files_that_are_none(tmp_path):
         ControlVector.load(ControlVector({1: np.zeros((3, 2))}).save(tmp_path / "y.gguf"))
     with pytest.raises(CheckpointError, match="whose values are not all finite"):
         ControlVector.load(ControlVector({1: np.array([1, np.inf])}).save(tmp_path / "z.gguf"))
-    path = gguf.write_tensors(tmp_path / "x.gguf", {"general.architecture": "x" * 9999}, {})
+    path = gguf.write_tensors(tmp_path / "x.gguf", "x" * 9999, {}, {})
     with pytest.raises(CheckpointError, match=r"holds 'x{1,999}\.\.\. and must hold 'controlvector'"):
         ControlVector.load(path)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 from support.family_models import write_family
@@ -22,6 +23,7 @@ from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
+from tinygpt.weights.convert.gguf import write_tensors
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
@@ -53,6 +55,13 @@ def test_blocks_without_the_package_name_its_extra(tmp_path, monkeypatch):
     assert read_gguf(path).tensors["b"].float32().tolist() == [[0] * 32]
     path.write_bytes(gguf_bytes({}, {"a": ((1, 256), 12, bytes(144))}))
     assert_refused(path, r"x\.gguf is in ggml's block format 12, .*tinygpt\[gguf\]")
+
+
+def test_a_file_is_written_by_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"written by the package gguf: .*tinygpt\[gguf\]"):
+        write_tensors(tmp_path / "x.gguf", "x", {}, {"a": np.ones(3)})
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_file_says_what_it_is(tmp_path):
@@ -218,6 +227,16 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, 
         in result.err
     )
     assert open_checkpoint(tmp_path / "there" / "model.gguf").read_tokenizer() is None
+
+
+def test_a_written_tokenizer_is_read_by_the_library(tmp_path):
+    source = write_gguf_folder(tmp_path / "x", TENSORS, **TOKENIZER)
+    folder = convert(source, tmp_path / "folder", "--to", "safetensors")
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = load_tokenizer(open_checkpoint(source))
+    assert ours.special_ids
+    for text in ("abc", "ab<end>c"):
+        assert theirs.encode(text).ids == ours.encode(text)
 
 
 def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path):

@@ -9,8 +9,9 @@ from support.family_models import CHARACTERS, write_family
 from support.paths import DEMO
 from support.tiny_checkpoint import convert
 from tinygpt import LLM
+from tinygpt.text.files import spec_of
 from tinygpt.weights.config import parameter_shapes
-from tinygpt.weights.families.gpt2 import byte_level_tokenizer
+from tinygpt.weights.files import StoredTokenizer
 from tinygpt.weights.open import open_checkpoint
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama.cpp: pip install llama-cpp-python")
@@ -122,7 +123,7 @@ def test_a_bloom_as_convert_writes_it(tmp_path, name, words):
     """With as many heads as a power of two and otherwise, and a tokenizer of bytes alone that cuts texts either way."""
     folder = write_family(tmp_path / "source", name)
     vocab = {"Ġ" if character == " " else character: i for i, character in enumerate(CHARACTERS)}
-    spec = byte_level_tokenizer(vocab, [], [], cuts_as_bloom=words == "bloom")
+    spec = spec_of(StoredTokenizer(words, vocab))
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     path = convert(folder, tmp_path / "there", "--to", "gguf") / "model.gguf"
     llama = load(path)

@@ -4,23 +4,24 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RequestError, TinyGPTError, invalid
+from ..errors import NoTokenizerError, RequestError, TinyGPTError, invalid
 from ..llm_args import CHECKPOINT
-from ..weights.config import DTYPES, PRECISIONS, STORAGE_DTYPE
+from ..weights.config import DTYPES, PRECISIONS
 from .flags import CPU_FLAGS, Command, add_flag, add_group, set_thread_pools
 from .streams import log, progress, read_plain_text
 
 if TYPE_CHECKING:
     from ..weights.checkpoint import Checkpoint
+    from ..weights.files import StoredTokenizer
 
 ALPHA = 0.5
 FORMATS = {  # -> dtypes; None is tinygpt's own format
-    None: (*DTYPES, STORAGE_DTYPE),
+    None: DTYPES,
     "safetensors": ("float32", "float16", "bfloat16"),
     "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
     "npz": ("float32", "float16"),
@@ -81,8 +82,7 @@ def run(args: argparse.Namespace) -> None:
         before, file = _convert(args, folder)
         after = file.stat().st_size
     made = target / file.name if args.to in ONE_FILE else target
-    how = ", and leave --dtype out: it computes in bfloat16" if args.dtype == STORAGE_DTYPE else ""
-    use = "" if args.to == "npz" else f"; use it as --model {made}{how}"  # tinygpt does not read .npz
+    use = "" if args.to == "npz" else f"; use it as --model {made}"  # tinygpt does not read .npz
     log(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 
@@ -129,17 +129,12 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from ..engine.model_runner import check_tokenizer
     from ..text.gpt2_bpe import write_prepared
-    from ..weights.checkpoint import PackedCheckpoint, is_random, write_packed
+    from ..weights.checkpoint import write_packed
     from ..weights.convert import export, gguf
-    from ..weights.convert.export import write_sidecar_files
     from ..weights.open import open_checkpoint
 
-    if is_random(args.source):
-        raise RequestError(
-            f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has."
-        )
     checkpoint = open_checkpoint(args.source)
-    if isinstance(checkpoint, PackedCheckpoint):
+    if checkpoint.converted_to:
         raise RequestError(
             f"SRC {args.source} is converted already: give the checkpoint that it was made from."
         )
@@ -147,12 +142,10 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     check_tokenizer(checkpoint)
     if args.to == "gguf":
         gguf.check_gguf(checkpoint, args.dtype)
-        write = partial(_write, gguf.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
+        write = partial(_write, gguf.write_gguf, folder, checkpoint, args.dtype, _byte_level(checkpoint))
     elif args.to:
         writer = export.write_npz if args.to == "npz" else export.write_safetensors
         write = partial(_write, writer, folder, checkpoint, args.dtype)
-    elif args.dtype == STORAGE_DTYPE:
-        write = partial(_write, export.write_float8, folder, checkpoint, args.source)
     else:
         write = partial(write_packed, folder, *_pack(args, checkpoint))
     if checkpoint.heads:
@@ -160,7 +153,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     log(f"writing {args.target}")
     try:
         file = write()
-        write_sidecar_files(folder, checkpoint)
+        export.write_sidecar_files(folder, checkpoint, _tokenizer_json(checkpoint))
         if not args.to:
             write_prepared(folder)
     except OSError as error:
@@ -175,11 +168,21 @@ def _write(writer: Callable[..., Path], folder: Path, checkpoint: "Checkpoint", 
         return writer(folder, watched, *given)
 
 
-def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
-    """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
+def _tokenizer_json(checkpoint: "Checkpoint") -> dict[str, Any] | None:
+    """Return the tokenizer in the weights' files, if one is there that runs: token ids work without it."""
+    from ..text.files import spec_of
+
+    with suppress(NoTokenizerError):
+        if stored := checkpoint.read_tokenizer():
+            return spec_of(stored)
+    return None
+
+
+def _byte_level(checkpoint: "Checkpoint") -> "StoredTokenizer | None":
+    """Return the tokenizer if it is GPT-2's kind or BLOOM's, or log why not."""
     from ..engine.model_runner import read_spec
+    from ..text.files import is_blooms_kind, stored_tokenizer
     from ..text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
-    from ..weights.families.gpt2 import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
@@ -193,7 +196,7 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     except (TinyGPTError, UnlikeGPT2) as error:
         log(f"the file will have no tokenizer: {error}")
         return None
-    return {**spec, "add_bos_token": adds_bos}
+    return stored_tokenizer(spec, checkpoint.config.bos_token_id if adds_bos else None)
 
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:

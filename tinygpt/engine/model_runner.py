@@ -18,10 +18,10 @@ from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs, PathOrId
 from ..ranks.mpi import local_rank
-from ..text.files import checked_spec, read_tokenizer
+from ..text.files import checked_spec, read_tokenizer, spec_of
 from ..text.tokenizer import Tokenizer
-from ..weights.checkpoint import Checkpoint, PackedCheckpoint, UnpackedCheckpoint, is_random
-from ..weights.config import HEAD, POSITIONS, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
+from ..weights.checkpoint import Checkpoint, PackedWeights
+from ..weights.config import HEAD, POSITIONS, PRECISIONS, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
 
@@ -39,7 +39,7 @@ class ModelSource:
     """An opened checkpoint and how it runs. adapters: of lora_modules, as Backend.with_adapters takes them."""
 
     backend: ModuleType
-    checkpoint: Checkpoint | PackedCheckpoint
+    checkpoint: Checkpoint
     dtype: str
     kv_cache_dtype: str
     adapters: tuple[dict[str, tuple], ...] = ()
@@ -60,8 +60,8 @@ class ModelSource:
 
             checkpoint = merge_lora(checkpoint, args.lora)
         adapters = _read_adapters(checkpoint, args.lora_modules or {})
-        if isinstance(checkpoint, PackedCheckpoint) and backends[0].PACKED is None:
-            checkpoint = _unpacked(checkpoint)
+        if checkpoint.packed and backends[0].PACKED is None:
+            checkpoint = _unpacked(checkpoint, checkpoint.packed)
         sources = []
         for backend, dtype in zip(backends, dtypes, strict=True):
             dtype = _resolve_dtype(dtype, backend, checkpoint)
@@ -89,17 +89,17 @@ class ModelSource:
     @property
     def file(self) -> MappedFile | None:
         """The file that the Params are mapped from, if there is one."""
-        return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
+        return self.checkpoint.packed.file if self.checkpoint.packed else None
 
     def load_params(self, threads: int, **share: Any) -> Any:
         """Return the backend's Params, packed now or mapped. share: of a rank, for the CPU's kernels.
 
         Raises CheckpointError for a damaged checkpoint, RequestError for weights that the dtype cannot hold.
         """
-        if isinstance(self.checkpoint, PackedCheckpoint):
-            packed = self.backend.PACKED
-            arrays = _packed_arrays(self.checkpoint, packed)
-            return packed.params_of(arrays, self.config, self.dtype, **share)
+        if self.checkpoint.packed:
+            kernels = self.backend.PACKED
+            arrays = _packed_arrays(self.checkpoint, self.checkpoint.packed, kernels)
+            return kernels.params_of(arrays, self.config, self.dtype, **share)
         try:
             with reading(self.checkpoint, "loading") as checkpoint:
                 return self.backend.load_params(checkpoint, self.dtype, threads, **share)
@@ -108,7 +108,7 @@ class ModelSource:
 
 
 def _read_adapters(
-    checkpoint: Checkpoint | PackedCheckpoint, lora_modules: Mapping[str, PathOrId]
+    checkpoint: Checkpoint, lora_modules: Mapping[str, PathOrId]
 ) -> tuple[dict[str, tuple], ...]:
     if not lora_modules:
         return ()
@@ -137,19 +137,13 @@ def reading(checkpoint: Checkpoint, doing: str) -> Iterator[Checkpoint]:
         yield replace(checkpoint, on_release=lambda name: bar.update(left.pop(name, 0)))
 
 
-def load_tokenizer(
-    checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False
-) -> Tokenizer:
+def load_tokenizer(checkpoint: Checkpoint, split_special_tokens: bool = False) -> Tokenizer:
     """Return the checkpoint's tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
-    if is_random(str(checkpoint.path)):
-        raise NoTokenizerError(
-            f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one."
-        )
-    if isinstance(checkpoint, Checkpoint) and checkpoint.tokenizer_folder:
+    if checkpoint.tokenizer_folder:
         return Tokenizer.from_folder(checkpoint.tokenizer_folder, split_special_tokens)
-    spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
-    if spec is not None:
-        return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
+    stored = checkpoint.read_tokenizer()
+    if stored is not None:
+        return Tokenizer.from_spec(spec_of(stored), checkpoint.path, split_special_tokens)
     return Tokenizer.from_folder(checkpoint.folder, split_special_tokens)
 
 
@@ -160,8 +154,10 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
-    spec = checkpoint.read_tokenizer()
-    return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
+    stored = checkpoint.read_tokenizer()
+    if stored is None:
+        return read_tokenizer(checkpoint.folder)
+    return checked_spec(spec_of(stored), checkpoint.path, {})
 
 
 def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
@@ -172,12 +168,6 @@ def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
     if device not in DEVICES:
         raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
-    if dtype == STORAGE_DTYPE:
-        raise RequestError(
-            f"is {dtype!r}, in which weights are kept in files and nothing computes: run `tinygpt convert SRC DST "
-            f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
-            "dtype",
-        )
     if dtype != "auto":
         _check_dtype(dtype, backend)
     try:
@@ -208,29 +198,31 @@ def name_of(backend: ModuleType) -> str:
     return backend.__name__.rpartition(".")[2]
 
 
-def _unpacked(checkpoint: PackedCheckpoint) -> UnpackedCheckpoint:
-    packed = load_backend("cpu", checkpoint.dtype).PACKED
-    arrays = _packed_arrays(checkpoint, packed)
-    return checkpoint.unpacked(partial(packed.parameter_of, arrays, checkpoint.config, checkpoint.dtype))
+def _unpacked(checkpoint: Checkpoint, packed: PackedWeights) -> Checkpoint:
+    dtype = checkpoint.auto_dtype
+    kernels = load_backend("cpu", dtype).PACKED
+    arrays = _packed_arrays(checkpoint, packed, kernels)
+    return checkpoint.unpacked(partial(kernels.parameter_of, arrays, checkpoint.config, dtype))
 
 
-def _packed_arrays(checkpoint: PackedCheckpoint, packed: Any) -> dict[str, np.ndarray]:
-    return checkpoint.arrays(
-        packed.layout_of(checkpoint.config, checkpoint.dtype, checkpoint.tied), packed.PACKING
-    )
+def _packed_arrays(checkpoint: Checkpoint, packed: PackedWeights, kernels: Any) -> dict[str, np.ndarray]:
+    """kernels: the module that stores Params."""
+    layout = kernels.layout_of(checkpoint.config, checkpoint.converted_to, checkpoint.tied)
+    return packed.arrays(layout, kernels.PACKING)
 
 
-def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
-    if not isinstance(checkpoint, PackedCheckpoint):
+def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint) -> str:
+    if not checkpoint.packed:
         return _auto_dtype(checkpoint.auto_dtype, backend) if dtype == "auto" else dtype
-    if dtype not in ("auto", checkpoint.dtype):
+    stored = checkpoint.auto_dtype
+    if dtype not in ("auto", stored):
         raise RequestError(
-            f"is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or give the "
+            f"is {dtype!r} and {checkpoint.path} is converted to {stored!r}: leave it at 'auto', or give the "
             "checkpoint that it was made from.",
             "dtype",
         )
-    _check_dtype(checkpoint.dtype, backend)
-    return checkpoint.dtype
+    _check_dtype(stored, backend)
+    return stored
 
 
 def _auto_dtype(stored: str, backend: ModuleType) -> str:

@@ -236,14 +236,12 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 
 def _folder_for_transformers(model: str) -> Path:
-    from ..weights.checkpoint import PackedCheckpoint
     from ..weights.containers.formats import INDEX
     from ..weights.open import open_checkpoint, resolve
     from ..weights.tensor import FILES
 
     path = resolve(model)
-    checkpoint = open_checkpoint(model)
-    if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
+    if open_checkpoint(model).converted_to:
         raise RequestError(
             f"transformers cannot read {model}, which tinygpt has converted: compare its original, or give --golden "
             "FILE --dtype auto with a file that --save-golden has written of the original."

@@ -312,16 +312,14 @@ class ControlVector:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""
         from ..weights.convert.gguf import write_tensors
-        from ..weights.families.gguf import ARCHITECTURE
 
         if min(self.directions) < 1:
             raise CheckpointError(
                 "a control vector's file has directions from layer 1 on, and none of layer 0."
             )
-        keys = {ARCHITECTURE: KIND, f"{KIND}.model_hint": "gpt2", f"{KIND}.layer_count": len(self.directions)}
-        return write_tensors(
-            Path(path), keys, {f"direction.{i}": vector for i, vector in self.directions.items()}
-        )
+        keys = {f"{KIND}.model_hint": "gpt2", f"{KIND}.layer_count": len(self.directions)}
+        tensors = {f"direction.{i}": vector for i, vector in self.directions.items()}
+        return write_tensors(Path(path), KIND, keys, tensors)
 
     def edits(self, alpha: float = 1.0, layers: Iterable[int] | None = None) -> list[Edit]:
         """Return edits that add alpha times the directions, of these layers alone, to all positions."""

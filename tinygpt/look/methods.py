@@ -12,7 +12,6 @@ from ..engine.prompts import Prompts, PromptType, prompt_list
 from ..errors import RequestError, invalid
 from ..llm_args import LLMArgs
 from ..sampling_params import SamplingParams
-from ..weights.checkpoint import PackedCheckpoint, UnpackedCheckpoint
 from ..weights.config import ModelConfig
 from . import LAST_HIDDEN_STATE, LOGITS
 
@@ -230,7 +229,7 @@ def points_of(source: ModelSource, args: LLMArgs, seen: Iterable[str] | None) ->
 
     def tensor(name: str) -> np.ndarray:
         checkpoint = opened()
-        if isinstance(checkpoint, PackedCheckpoint | UnpackedCheckpoint):
+        if checkpoint.converted_to:
             raise RequestError(
                 f"{name} is packed in this converted checkpoint: load the one that it was made from."
             )

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, NoTokenizerError
-from ..weights.files import VOCAB_AND_MERGES, how_to_replace, read_json_object, read_regular_text
+from ..weights.files import (
+    VOCAB_AND_MERGES,
+    StoredTokenizer,
+    how_to_replace,
+    read_json_object,
+    read_regular_text,
+)
 
 
 def read_text(path: Path) -> str:
@@ -173,10 +179,9 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 
 def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     options = GPT2_SPECIAL_TOKENS | options
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     before = options["bos_token"] if options.get("add_bos_token") else None
     after = options["eos_token"] if options.get("add_eos_token") else None
-    return _spec(model, options, None, dict(byte_level), byte_level, before, after)
+    return _spec(model, options, None, dict(_BYTE_LEVEL), dict(_BYTE_LEVEL), before, after)
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -217,25 +222,83 @@ def _spec(
     model: Any, options: Any, normalizer: Any, splitter: Any, decoder: Any, before=None, after=None
 ) -> dict:
     """Return a tokenizer.json that puts a token before and after each text, or neither."""
-    spec = {
-        "version": "1.0",
-        "model": model,
-        "normalizer": normalizer,
-        "pre_tokenizer": splitter,
-        "decoder": decoder,
-    }
-    spec["added_tokens"] = read_added_tokens(spec, options)
-    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+    added_tokens = read_added_tokens({"model": model}, options)
+    ids = model["vocab"] | {entry["content"]: entry["id"] for entry in added_tokens}
     names = [content_of(token) if token else None for token in (before, after)]
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    spec["post_processor"] = {
+    around = {
         "type": "TemplateProcessing",
         "single": [piece for piece in (pieces[0], text, pieces[1]) if piece],
         "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in names if n},
     }
-    return spec
+    return {
+        "version": "1.0",
+        "model": model,
+        "normalizer": normalizer,
+        "pre_tokenizer": splitter,
+        "decoder": decoder,
+        "added_tokens": added_tokens,
+        "post_processor": around if any(names) else None,
+    }
+
+
+# Tokenizers in the files of weights.
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# BLOOM's words are of anything but white space and the punctuation of several scripts.
+_BLOOM_WORDS = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
+_AROUND_BLOOM = {"normalizer": (None,), "post_processor": (None, "ByteLevel"), "decoder": ("ByteLevel",)}
+
+
+def spec_of(stored: StoredTokenizer) -> dict[str, Any]:
+    """Return the tokenizer.json of a tokenizer in the file of the weights."""
+    if stored.cuts == "characters":
+        model = {"type": "WordLevel", "vocab": dict(stored.vocab), "unk_token": "[UNK]"}
+        splitter = _split(r"[\s\S]")
+        decoder = {"type": "Fuse"}
+    else:
+        model = {"type": "BPE", "vocab": dict(stored.vocab), "merges": stored.merges}
+        splitter = _blooms_splitter() if stored.cuts == "bloom" else dict(_BYTE_LEVEL)
+        decoder = dict(_BYTE_LEVEL)
+    added_tokens = {
+        stored.vocab[token]: {"content": token, "special": is_special, "normalized": False}
+        for token, is_special in stored.added_tokens.items()
+    }
+    spec = _spec(model, {"added_tokens_decoder": added_tokens}, None, splitter, decoder, stored.bos_token)
+    return spec if stored.eos_token is None else {**spec, "eos_token": stored.eos_token}
+
+
+def stored_tokenizer(spec: Mapping[str, Any], bos_token_id: int | None) -> StoredTokenizer:
+    """Return byte-level BPE in the form of GGUF files. bos_token_id: put before each text."""
+    added = spec["added_tokens"]
+    vocab = spec["model"]["vocab"] | {entry["content"]: entry["id"] for entry in added}
+    bos_token = next((token for token, token_id in vocab.items() if token_id == bos_token_id), None)
+    return StoredTokenizer(
+        cuts="bloom" if is_blooms_kind(spec) else "gpt-2",
+        vocab=vocab,
+        merges=[" ".join(pair) for pair in spec["model"]["merges"]],
+        added_tokens={entry["content"]: entry["special"] for entry in added},
+        bos_token=bos_token,
+    )
+
+
+def is_blooms_kind(spec: Mapping[str, Any]) -> bool:
+    """Accept BPE of BLOOM's words, with nothing around a text."""
+    has_words = any(spec["pre_tokenizer"] == _blooms_splitter(trims) for trims in (True, False))
+    has_bytes = all((spec[name] or {}).get("type") in kinds for name, kinds in _AROUND_BLOOM.items())
+    return has_words and has_bytes and spec["model"]["type"] == "BPE"
+
+
+def _blooms_splitter(trim_offsets: bool = True) -> dict[str, Any]:
+    """trim_offsets: changes no token."""
+    byte_level = {**_BYTE_LEVEL, "trim_offsets": trim_offsets, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [_split(_BLOOM_WORDS), byte_level]}
+
+
+def _split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _check_vocabulary(vocab: Any, path: Path) -> None:

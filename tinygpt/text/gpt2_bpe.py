@@ -18,7 +18,7 @@ import numpy as np
 import tiktoken
 
 from ..errors import CheckpointError, RequestError
-from ..weights.files import PREPARED_FILE, TOKENIZER_FILES, read_regular
+from ..weights.files import PREPARED_FILE, TOKENIZER_FILES, read_json, read_regular
 from .files import MALFORMED, Token, added_token, read_tokenizer
 from .stream import ByteDetokenizer
 
@@ -323,7 +323,7 @@ def read_prepared(folder: Path) -> ByteLevelBPE | None:
     try:
         digest, _, payload = read_regular(file).partition(b"\n")
         if digest == _digest(folder, payload):
-            content = json.loads(payload)
+            content = read_json(payload)
             return ByteLevelBPE(_checked(content["spec"]), _vocabulary(content))
         logger.debug("%s does not belong to the files in its folder, which are read instead", file)
     except FileNotFoundError:  # of most checkpoints

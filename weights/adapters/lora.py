@@ -16,7 +16,7 @@ from operator import iadd
 
 import numpy as np
 
-from ..checkpoint import Checkpoint, PackedCheckpoint
+from ..checkpoint import Checkpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from ..convert.export import LayoutPart, can_be_written, layout_of, parts_of
 from ..errors import CheckpointError, listed
@@ -52,7 +52,7 @@ class _Contents:
     stored: Mapping[str, Tensor]
 
 
-def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
+def merge_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint with the adapter in a folder merged into it.
 
     It is tied unless the adapter changes the token embedding or the head alone. Raise one CheckpointError for an
@@ -110,7 +110,7 @@ def _with_extras(
     return replaced, updates
 
 
-def read_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> dict[str, tuple]:
+def read_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> dict[str, tuple]:
     """Return an adapter that is not merged: {linear layer: (A (r, in), scale * B (out, r))}, float32.
 
     Raise as `merge_lora` does, and for an adapter that changes more than the matrices of layers.
@@ -138,9 +138,9 @@ def _is_plain(name: str, model: Model) -> bool:
 
 
 def _read(
-    checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]
+    checkpoint: Checkpoint, adapter: str | os.PathLike[str]
 ) -> tuple[Checkpoint, Model, AdapterFiles, _Contents]:
-    if isinstance(checkpoint, PackedCheckpoint):
+    if checkpoint.converted_to:
         raise CheckpointError(f"{checkpoint.path} is converted, and takes no adapter: give its original.")
     if not can_be_written(checkpoint):
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")

@@ -1,8 +1,6 @@
 """safetensors: an 8-byte header length, a JSON header, and the tensors end to end.
 
-Format: https://huggingface.co/docs/safetensors/index#format. float8 is e4m3fn: sign, 4 bits of exponent, 3 of mantissa,
-no infinity, a NaN per sign (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). A tensor `x` has float32
-scales `x_scale`, of a shape that multiplies it.
+Format: https://huggingface.co/docs/safetensors/index#format.
 """
 
 import json
@@ -27,65 +25,6 @@ from ..tensor import (
     parsing,
 )
 
-FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
-NAME = "float8"
-IN_FILES = "F8_E4M3"
-SCALE = "_scale"
-LARGEST = 448.0
-# Values by byte: 8 subnormal, then 8 for each exponent.
-_BYTES = np.arange(128)
-_EXPONENTS = np.maximum(_BYTES >> 3, 1)
-_MANTISSAS = (_BYTES & 7) + 8 * (_BYTES >> 3 > 0)
-_POSITIVE = np.ldexp(_MANTISSAS / 8, _EXPONENTS - 7)
-_POSITIVE[127] = np.nan
-VALUES = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
-_BETWEEN = (_POSITIVE[:126] + _POSITIVE[1:127]) / 2  # neighbors' means: each is a float32
-
-
-def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return bytes of x, rounded to even, and float32 scales along `axis`: NaN of a channel that is not finite."""
-    largest = np.abs(x).max(axis=axis, keepdims=True)
-    scales = np.where(largest > 0, largest / np.float32(LARGEST), 1).astype(np.float32)
-    scales[~np.isfinite(scales)] = np.nan
-    sizes = np.minimum(np.abs(x) / scales, np.float32(LARGEST))
-    codes = np.searchsorted(_BETWEEN, sizes)
-    is_tie = sizes == _BETWEEN[np.minimum(codes, _BETWEEN.size - 1)]
-    codes += is_tie & (codes % 2 == 1)
-    codes[np.isnan(sizes)] = 127
-    return (codes + 128 * np.signbit(x)).astype(np.uint8), scales
-
-
-@dataclass(frozen=True, slots=True)
-class Float8Tensor(StoredTensor):
-    scales: StoredTensor
-    is_floating = property(lambda self: True)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) + self.scales.nbytes
-
-    def float32(self) -> np.ndarray:
-        return VALUES[self.array("u1")] * self.scales.float32()
-
-
-def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
-    scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
-    joined = {
-        name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}
-    }
-    for name in scaled:
-        codes = tensors[name]
-        scales = tensors.get(name + SCALE)
-        fits = scales is not None and scales.dtype == "float32" and len(scales.shape) == len(codes.shape)
-        if not fits or not all(n in (1, size) for n, size in zip(scales.shape, codes.shape, strict=True)):
-            raise CheckpointError(
-                f"{path} holds {name} as float8 without its scales: convert the checkpoint again."
-            )
-        joined[name] = Float8Tensor(codes.file, NAME, codes.shape, codes.strides, codes.offset, scales)
-    return joined
-
-
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 # The format's name, and bytes of an element.
 WRITTEN = {
@@ -93,7 +32,6 @@ WRITTEN = {
     "float16": ("F16", 2),
     "bfloat16": ("BF16", 2),
     "U8": ("U8", 1),
-    NAME: (IN_FILES, 1),
 }
 
 
@@ -125,7 +63,6 @@ def read_safetensors(path: Path) -> Container:
         offset = start + entry["data_offsets"][0]
         tensors[name] = StoredTensor(file, DTYPES.get(dtype, dtype), shape, contiguous_strides(shape), offset)
     file.release()
-    tensors = with_scales(path, tensors) if metadata.get("format") == FORMAT else tensors
     return Container("safetensors", tensors, metadata)
 
 

@@ -1,10 +1,7 @@
-"""Checkpoints for other programs, in transformers' layout: safetensors, NumPy's npz, and safetensors with float8.
-
-float8 has a scale for each output channel or token; biases, norms and positions stay float32.
-"""
+"""Checkpoints for other programs, in transformers' layout: safetensors, and NumPy's npz."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +11,9 @@ import numpy as np
 
 from ...kernels.numbers import to_bfloat16
 from ..checkpoint import Checkpoint, read_config
-from ..config import HEAD, POSITIONS, parameter_shapes
-from ..containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
-from ..containers.safetensors import NAME as FLOAT8
-from ..errors import CheckpointError, NoTokenizerError
+from ..config import HEAD, parameter_shapes
+from ..containers.safetensors import Entry, write_tensors
+from ..errors import CheckpointError
 from ..families.family import TRANSPOSED, Layout, Transform
 from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
 from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
@@ -56,22 +52,6 @@ def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
         arrays: dict[str, Any] = {part.name: _read(part, dtype) for part in parts_of(checkpoint)}
         np.savez(file, **arrays)
     return folder / NPZ
-
-
-def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
-    arrays: dict[str, np.ndarray] = {}
-    for part in parts_of(checkpoint):
-        array = np.ascontiguousarray(part.array())
-        if array.ndim == 2 and part.parameter != POSITIONS:
-            array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
-        arrays[part.short_name] = array
-    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
-    entries = {
-        name: Entry(FLOAT8 if a.dtype == np.uint8 else "float32", a.shape, partial(np.asarray, a))
-        for name, a in arrays.items()
-    }
-    write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})
-    return folder / SAFETENSORS
 
 
 def parts_of(checkpoint: Checkpoint) -> Iterator[LayoutPart]:
@@ -133,8 +113,13 @@ def _read(part: LayoutPart, dtype: str) -> np.ndarray:
     return rounded(part.name, part.array(), dtype)
 
 
-def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them."""
+def write_sidecar_files(
+    folder: Path, checkpoint: Checkpoint, tokenizer_json: Mapping[str, Any] | None
+) -> None:
+    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them.
+
+    tokenizer_json: of the tokenizer in the weights' files.
+    """
     # A head that differs from the embedding counts, whatever the checkpoint's own file says.
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
     try:
@@ -149,16 +134,14 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
             _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
         _write(folder / "config.json", config_json(config))
-    try:
-        spec = checkpoint.read_tokenizer()
-    except NoTokenizerError:  # token ids work without it, there as here
-        spec = None
-    if spec is None:
+    if tokenizer_json is None:
         _copy(TOKENIZER_FILES, checkpoint.folder, folder)
-    else:
-        _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
-        if "eos_token" in spec:
-            _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
+        return
+    parts = dict(tokenizer_json)
+    eos_token = parts.pop("eos_token", None)
+    _write(folder / "tokenizer.json", parts)
+    if eos_token is not None:
+        _write(folder / "tokenizer_config.json", {"eos_token": eos_token})
 
 
 def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config import ACTIVATIONS, STRUCTURE, ModelConfig, is_transposed
 from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
-from ..files import read_json_object
+from ..files import StoredTokenizer, read_json_object
 from ..tensor import Container, LazyTensor, StoredTensor, Tensor, zeros
 
 Shape = tuple[int, ...]
@@ -202,7 +202,7 @@ class Family:
     name, described_by: of the model and the place of its configuration, for messages. config: raises one
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
     ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
-    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of
+    out. advice: for an error of matching. tokenizer: in the weights' files. chat_options: of
     a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
     """
 
@@ -216,7 +216,7 @@ class Family:
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""
-    tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None
+    tokenizer: Callable[[Source], StoredTokenizer | None] = lambda source: None
     chat_options: Callable[[Source], Mapping[str, Any]] = lambda source: {}
     layout: Layout | None = None
     finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda stored: stored

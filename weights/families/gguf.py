@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config import EMBEDDING, ModelConfig, parameter_shapes
 from ..errors import CheckpointError, NoTokenizerError, shown
+from ..files import StoredTokenizer
 from .family import Family, Names, Shapes, Source, TensorRule, config_of_parts
-from .gpt2 import byte_level_tokenizer
 from .transformers import BLOOM_LAYOUT
 
 ARCHITECTURE = "general.architecture"
@@ -59,7 +59,7 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
     return [f"{', '.join(blocks)} expanded to float32, and not kept as they are"] if blocks else []
 
 
-def _tokenizer(source: Source) -> dict[str, Any] | None:
+def _tokenizer(source: Source) -> StoredTokenizer | None:
     about = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in source.container.metadata.items()
@@ -94,7 +94,7 @@ def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
     )
 
 
-def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> StoredTokenizer:
     """about: keys after "tokenizer.ggml.". Raise CheckpointError."""
     if not _is_gguf_tokenizer(about):
         raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
@@ -106,28 +106,19 @@ def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
     used = [
         (i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED
     ]
+    vocab = {token: i for i, token, _ in used}
+    if twice := [token for i, token, _ in used if vocab[token] != i]:
+        raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
     begin = about.get("bos_token_id") if about.get("add_bos_token") else None
     end = about.get("eos_token_id")
-    added = [
-        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
-        for i, token, kind in used
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    start = None if begin is None else _beginning_with(tokens[begin], begin)
-    ids = {token: i for i, token, _ in used}
-    if twice := [token for i, token, _ in used if ids[token] != i]:
-        raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
-    spec = byte_level_tokenizer(ids, about.get("merges") or [], added, start, about.get("pre") == "bloom")
-    return spec if end is None else {**spec, "eos_token": tokens[end]}
-
-
-def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [],
-        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
-    }
+    return StoredTokenizer(
+        cuts="bloom" if about.get("pre") == "bloom" else "gpt-2",
+        vocab=vocab,
+        merges=about.get("merges") or [],
+        added_tokens={token: kind == CONTROL for _, token, kind in used if kind in (CONTROL, USER_DEFINED)},
+        bos_token=None if begin is None else tokens[begin],
+        eos_token=None if end is None else tokens[end],
+    )
 
 
 FAMILY = Family(

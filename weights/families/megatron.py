@@ -4,7 +4,6 @@ Over the years, names of layers, names of their attention, and the order of the 
 (`checkpoint_version`, which the first files lack) have changed independently.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from ..containers.ranks import NEMO_CONFIG, RANK
 from ..containers.torch import fields_of
 from ..errors import listed, shown
-from ..files import read_yaml_object
+from ..files import StoredTokenizer, read_json, read_yaml_object
 from .family import (
     NO_BIAS,
     NONE,
@@ -29,7 +28,7 @@ from .family import (
     qkv_by_heads,
     split_name,
 )
-from .gpt2 import BESIDE, byte_level_tokenizer
+from .gpt2 import BESIDE
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
@@ -287,7 +286,7 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
     return quirks
 
 
-def _tokenizer(source: Source) -> dict[str, Any] | None:
+def _tokenizer(source: Source) -> StoredTokenizer | None:
     members = source.container.archive_members
     names = fields_of(settings_of(source).get("tokenizer")) if members else {}
     vocab, merges = (
@@ -296,16 +295,16 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     if vocab is None or merges is None:
         return None
     try:
-        ids = json.loads(vocab.text())
-    except (ValueError, RecursionError) as error:
+        ids = read_json(vocab.text())
+    except ValueError as error:
         raise source.error(
             "has a vocabulary that is not valid JSON: download it again, or give token ids."
         ) from error
+    vocab = ids if isinstance(ids, dict) else {}
     lines = merges.text().removesuffix("\n").split("\n")
     end = "<|endoftext|>"
-    has_end = isinstance(ids, dict) and type(ids.get(end)) is int
-    added = [{"id": ids[end], "content": end, "special": True, "normalized": False}] if has_end else []
-    return byte_level_tokenizer(ids, lines[lines[0].startswith("#version") :], added)
+    added_tokens = {end: True} if type(vocab.get(end)) is int else {}
+    return StoredTokenizer("gpt-2", vocab, lines[lines[0].startswith("#version") :], added_tokens)
 
 
 FAMILY = Family(

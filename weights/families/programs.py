@@ -12,7 +12,7 @@ from typing import Any
 from ..config import EMBEDDING, ModelConfig
 from ..containers.torch import Stub, fields_of, read_plain_pickle
 from ..errors import CheckpointError, is_bool
-from ..files import TENSOR_NAMES
+from ..files import TENSOR_NAMES, StoredTokenizer
 from .described import Description, Model, with_head_bias
 from .family import Family, Source, TensorRule, config_of_parts, renamed
 from .gpt2 import BESIDE, model_config
@@ -171,7 +171,7 @@ def described(
     )
 
 
-def _tokenizer(source: Source) -> dict[str, Any] | None:
+def _tokenizer(source: Source) -> StoredTokenizer | None:
     """Read meta.pkl, next to the checkpoint or in nanoGPT's folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
     places = [source.folder / "meta.pkl"]
@@ -186,27 +186,14 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     return character_tokenizer(characters, str(path))
 
 
-def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
+def character_tokenizer(ids: Mapping[str, Any], place: str) -> StoredTokenizer:
     """Raise CheckpointError, which names `place`."""
     if any(
         len(character) != 1 or type(token_id) is not int or token_id < 0
         for character, token_id in ids.items()
     ):
         raise CheckpointError(f"{place} must give each character a whole number from 0.")
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": "[UNK]"},
-    }
+    return StoredTokenizer("characters", ids)
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
