@@ -39,7 +39,7 @@ SPELLINGS = """
 {"guided_json": TEXT} | {"guided_json": PERSON}
 {"guided_grammar": GRAMMAR} | {"guided_grammar": GRAMMAR}
 {"structured_outputs": {"choice": CHOICES}} | {"guided_choice": CHOICES}
-{"structured_outputs": {"regex": REGEX, "disable_fallback": true}} | {"guided_regex": REGEX}
+{"structured_outputs": {"regex": REGEX, "disable_fallback": false, "structural_tag": null}} | {"guided_regex": REGEX}
 {"structured_outputs": {"json": PERSON, "regex": null}} | {"guided_json": PERSON}
 {"structured_outputs": {"json_object": true}} | {"guided_json": {"type": "object"}}
 {"structured_outputs": {"grammar": GRAMMAR}} | {"guided_grammar": GRAMMAR}

@@ -84,20 +84,15 @@ def test_biases_have_an_end(server):
     assert f"at most {MAX_WORDS} items" in reply.error["message"]
 
 
-@pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias", "suffix"])
+@pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias"])
 def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch, field):
     words = [f"word {i}" for i in range(1000)]
-    long = {
-        "prompt": "a" * 9000,
-        "bad_words": words,
-        "logit_bias": dict.fromkeys(words, 1),
-        "suffix": "a" * 9000,
-    }
+    long = {"prompt": "a" * 9000, "bad_words": words, "logit_bias": dict.fromkeys(words, 1)}
 
     in_loop = noting(
         monkeypatch, llm.tokenizer, "encode", lambda *_: threading.current_thread() is server.thread
     )
-    server.complete(**{"prompt": "Once", "max_tokens": 1, "best_of": 2, field: long[field]})
+    server.complete(**{"prompt": "Once", "max_tokens": 1, field: long[field]})
     assert in_loop
     assert not any(in_loop)
 

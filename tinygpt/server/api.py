@@ -4,11 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -21,7 +20,7 @@ from ..engine.prompts import Prompt, encode
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
 from ..look.edits import ControlVector, salt_of
-from ..outputs import CompletionOutput, RequestOutput
+from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, Template, chat_ids
 from . import protocol
@@ -154,6 +153,9 @@ class Api:
     @route("/v1/completions", "POST")
     async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
+        if form.suffix and (form.best_of or 0) > (form.n or 1):
+            message = "suffix chooses no candidates, as GPT-2 cannot write towards an end: leave out suffix or best_of."
+            raise ApiError(400, message, "suffix")
         prompts = await self.read_prompts(form.prompt, form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
@@ -163,10 +165,7 @@ class Api:
         params = job.params
         if form.echo and form.logprobs is not None and params.soft_prompt is None:
             job.first = await self._first_logprobs()
-        chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
-        if max_tokens and (form.stream or not chooses):
-            return await self._answer(job, request)
-        return await self._answer(job, request, self._best_before_suffix if max_tokens else self._scored)
+        return await self._answer(job, request, None if max_tokens else self._scored)
 
     @route("/v1/chat/completions", "POST")
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
@@ -238,7 +237,7 @@ class Api:
         size = BYTES_OF_LOGPROB * job.num_logprobs + BYTES_OF_PROMPT * len(request._body)
         if job.params.capture or job.params.edits:
             if run is not None:
-                message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
+                message = "capture, edits and steer need max_tokens of 1 or more."
                 raise ApiError(400, message, "max_tokens")
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
             count = len(job.prompts) * (job.params.best_of or job.params.n)
@@ -281,25 +280,6 @@ class Api:
         bos = self.llm.config.bos_token_id
         found = await self._run([scoring_request(prompt, job.params, bos) for prompt in job.prompts], request)
         return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
-
-    async def _best_before_suffix(self, job: Completion, request: Request) -> list[RequestOutput]:
-        """Return the samples that the suffix fits best: GPT-2 cannot write towards a given end."""
-        params = job.params
-        [suffix] = await self.read_prompts(job.form.suffix, job.form, request, "suffix")
-        longest = max(len(prompt.token_ids) for prompt in job.prompts)
-        total = longest + params.max_tokens + len(suffix.token_ids) + 1
-        if total > (limit := self.llm.max_model_len):
-            message = f"this model's context has {limit} tokens; prompt, max_tokens and suffix take {total}."
-            raise ApiError(400, message, "suffix", "context_length_exceeded")
-        all_of_them = replace(params, n=params.best_of, best_of=None)
-        candidates = await self._run([(prompt, all_of_them) for prompt in job.prompts], request)
-        reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = []
-        for output in candidates:
-            for sample in output.outputs:
-                ids = output.prompt_token_ids + kept_tokens(sample, params.stop, self.encode)
-                texts.append((Prompt(None, ids + suffix.token_ids), reading))
-        return best_samples(candidates, await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._start(requests, False, request)
@@ -452,34 +432,3 @@ def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> Req
     empty = replace(forced, text="", token_ids=[], finish_reason="length", stop_reason=None, logprobs=[])
     samples = [replace(empty, index=i) for i in range(params.n)]
     return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=found)
-
-
-def kept_tokens(
-    sample: CompletionOutput, stop: Sequence[str], encode: Callable[[str], list[int]]
-) -> list[int]:
-    """Return the tokens of a candidate without the token that ended it."""
-    if sample.stop_reason in stop:  # a stop string may cut a token
-        return encode(sample.text)
-    return sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
-
-
-def best_samples(
-    candidates: list[RequestOutput], readings: list[RequestOutput], n: int
-) -> list[RequestOutput]:
-    """Return the n samples of each output with the highest mean log probability of sample and suffix.
-
-    readings: the outputs of prompt, sample and suffix as a prompt, for each sample, with prompt_logprobs.
-    """
-    outputs = []
-    left = iter(readings)
-    for output in candidates:
-        start = len(output.prompt_token_ids)
-        means = []
-        for reading in islice(left, len(output.outputs)):
-            ids = reading.prompt_token_ids[start:]
-            logprobs = reading.prompt_logprobs[start:]
-            means.append(sum(found[i] for i, found in zip(ids, logprobs, strict=True)) / len(ids))
-        best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]
-        samples = [replace(output.outputs[j], index=i) for i, j in enumerate(best)]
-        outputs.append(replace(output, outputs=samples))
-    return outputs
