@@ -15,7 +15,7 @@ from support.tables import rows
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.server.requests import GRAMMAR_THREADS
+from tinygpt.server.turns import GRAMMAR_THREADS
 from tinygpt.text.chat_template import ChatTemplate
 
 PROMPT = "In the house lived"
