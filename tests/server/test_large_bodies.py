@@ -10,9 +10,9 @@ from support.gate import Gate, Held, noting
 from support.serving import until
 from tinygpt.aliases import OURS
 from tinygpt.server import api, protocol, replies, requests, turns
-from tinygpt.server.answers import to_json
 from tinygpt.server.api import MAX_LOGPROBS
 from tinygpt.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from tinygpt.server.refusals import to_json
 from tinygpt.server.turns import json_parts, whole
 from tinygpt.server.values import MAX_FIELDS, MAX_WORDS
 

@@ -26,8 +26,8 @@ from ..outputs import RequestOutput, ThreadFuture
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, Template, chat_ids
 from . import protocol
-from .answers import RETRY, ApiError, from_engine
 from .monitoring import Metrics, RunningRequest
+from .refusals import RETRY, ApiError, from_engine
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import SSE, EventStream, look_params, route, while_connected
 from .turns import InTurn, Turns, in_slices, json_reply, read_apart, whole

@@ -38,10 +38,10 @@ import tinygpt
 
 from ..errors import RequestError, suggest
 from ..llm import LLM
-from .answers import BUG, ApiError, ErrorReply, from_validation, respond
 from .api import Api, ServerConfig
 from .connection import Connection
 from .info_routes import InfoRoutes
+from .refusals import BUG, ApiError, ErrorReply, from_validation, respond
 from .requests import JsonRoute
 
 PAGE = Path(__file__).resolve().parent / "page.html"

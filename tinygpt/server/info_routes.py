@@ -19,8 +19,8 @@ from ..kernels import numbers
 from ..text.chat import PlainTemplate
 from ..wire import record_to_json
 from . import protocol
-from .answers import ApiError
 from .api import Api, listed
+from .refusals import ApiError
 from .requests import route
 from .turns import json_reply, read_apart
 

@@ -18,8 +18,8 @@ from ..outputs import CompletionOutput, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
-from .answers import to_json
 from .protocol import StreamOptions
+from .refusals import to_json
 from .tool_calls import ToolCall
 from .turns import json_parts
 

@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError, TinyGPTError
 from ..look.edits import Edit
-from .answers import BUG, ApiError, error_body, from_engine
 from .client_fields import DROPPING
 from .monitoring import RunningRequest
 from .protocol import Array, LookFields
+from .refusals import BUG, ApiError, error_body, from_engine
 from .replies import Job, event
 from .turns import HUGE, Write
 

@@ -29,7 +29,7 @@ from starlette.responses import Response
 from ..async_llm import Apart
 from ..outputs import ThreadFuture
 from ..sampling_params import SamplingParams
-from .answers import RETRY, ApiError, to_json
+from .refusals import RETRY, ApiError, to_json
 
 LARGE = 8192  # bytes of a body
 HUGE = 2**16
