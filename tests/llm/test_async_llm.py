@@ -58,6 +58,24 @@ def test_the_loop_goes_on_meanwhile(llm):
     assert run(main()) > 5  # 400 steps take far longer than that
 
 
+def test_a_call_of_the_engine_wakes_the_loop_once(llm, monkeypatch):
+    """For all streams of a loop, whoever has made them; an ended loop costs later steps nothing."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        woken = []
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call) or wake(*call))
+        streams = [read(AsyncLLM(llm).stream([i], max_tokens=20, ignore_eos=True)) for i in range(4)]
+        return sum(map(len, await asyncio.gather(*streams))), len(woken)
+
+    for _ in range(3):
+        num_tokens, num_woken = run(main())
+        assert num_tokens == 80
+        assert num_woken < num_tokens / 2
+    assert len(llm.engine.after_step) == 1
+
+
 def test_a_cancelled_task_frees_its_slot(llm):
     async def main():
         task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))

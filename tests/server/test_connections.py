@@ -12,7 +12,7 @@ from support.serving import served, until
 from tinygpt.cli import serve
 from tinygpt.engine import grammar_process, guided
 from tinygpt.look import edits, hooks
-from tinygpt.server import api, app, connection, requests
+from tinygpt.server import api, app, connection, monitoring, requests, turns
 from tinygpt.server.config import ServerConfig
 
 BOUNDS = {
@@ -23,15 +23,15 @@ BOUNDS = {
         requests.BODY_SECONDS,
         connection.NUM_PIECES,
         connection.PIECE_BYTES,
-        requests.HUGE >> 10,
+        turns.HUGE >> 10,
     ),
-    "bodies and": (api.MAX_HELD >> 20, api.BYTES_OF_LOGPROB, api.BYTES_OF_PROMPT),
-    "a reply": (app.UNREAD_SECONDS, requests.MAX_UNREAD),
+    "bodies and": (turns.MAX_HELD >> 20, api.BYTES_OF_LOGPROB, api.BYTES_OF_PROMPT),
+    "a reply": (app.UNREAD_SECONDS, monitoring.MAX_UNREAD),
     "samples": (),
     "arrays": (serve.MAX_CAPTURED >> 20, edits.MAX_PLACED, hooks.MAX_PATTERNS, hooks.MAX_CHARACTERS),
     "grammars": (
         guided.MAX_GRAMMARS,
-        requests.GRAMMAR_THREADS,
+        turns.GRAMMAR_THREADS,
         grammar_process.MAX_BYTES >> 20,
         grammar_process.COMPILE_SECONDS,
     ),
@@ -182,7 +182,7 @@ def test_an_offer_to_upgrade_is_passed_over(server, apart):
 
 
 def test_packets_of_a_body_are_not_counted_apart(server, monkeypatch):
-    sizes = noting(monkeypatch, server.api, "holding", lambda size: size)
+    sizes = noting(monkeypatch, server.api.turns, "holding", lambda size: size)
     body = b'{"prompt": "a", "max_tokens": 1}'
     with connect(server) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)

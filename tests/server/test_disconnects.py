@@ -11,7 +11,7 @@ from support.serving import served, until
 from tinygpt.look.captures import StepCaptures
 from tinygpt.server import app
 from tinygpt.server.connection import Connection
-from tinygpt.server.requests import RunningRequest
+from tinygpt.server.monitoring import RunningRequest
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
@@ -99,10 +99,10 @@ def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
     with served(llm) as server:
         connections = server._server.server_state.connections
         server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)
-        until(lambda: server.api.held_bytes)
+        until(lambda: server.api.turns.held_bytes)
         assert server.ended()["status"] == 200
         until(lambda: not connections)
-        assert server.api.held_bytes == 0
+        assert server.api.turns.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
 )
 def test_an_ended_request_is_free_before_a_garbage_collection(llm, monkeypatch, asked):
     """Else a collection of old objects, minutes later, would free its captures and texts."""
-    owners = (RunningRequest, "submit"), (StepCaptures, "check"), (Connection, "data_received")
+    owners = (RunningRequest, "begin"), (StepCaptures, "check"), (Connection, "data_received")
     made = [noting(monkeypatch, *owner, lambda owner, *_: weakref.ref(owner)) for owner in owners]
     with served(llm, look=True) as server:
         gc.disable()

@@ -133,7 +133,7 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
         client = server.begin("/v1/embeddings", input=["a", "b"])
         assert embed.called.wait(60)
         server.terminate()
-        until(lambda: server.api.outbox.shutdown_error)
+        until(lambda: server.api.turns.shutdown_error)
         if ends:
             embed.release.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")

@@ -15,7 +15,7 @@ from support.tables import rows
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.server.requests import GRAMMAR_THREADS
+from tinygpt.server.turns import GRAMMAR_THREADS
 from tinygpt.text.chat_template import ChatTemplate
 
 PROMPT = "In the house lived"
@@ -39,7 +39,7 @@ SPELLINGS = """
 {"guided_json": TEXT} | {"guided_json": PERSON}
 {"guided_grammar": GRAMMAR} | {"guided_grammar": GRAMMAR}
 {"structured_outputs": {"choice": CHOICES}} | {"guided_choice": CHOICES}
-{"structured_outputs": {"regex": REGEX, "disable_fallback": true}} | {"guided_regex": REGEX}
+{"structured_outputs": {"regex": REGEX, "disable_fallback": false, "structural_tag": null}} | {"guided_regex": REGEX}
 {"structured_outputs": {"json": PERSON, "regex": null}} | {"guided_json": PERSON}
 {"structured_outputs": {"json_object": true}} | {"guided_json": {"type": "object"}}
 {"structured_outputs": {"grammar": GRAMMAR}} | {"guided_grammar": GRAMMAR}

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from support.gate import Gate, Held, noting
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import answers, api, app, protocol, replies, requests
-from tinygpt.server.answers import json_parts, to_json, whole
+from tinygpt.server import api, protocol, replies, requests, turns
 from tinygpt.server.api import MAX_LOGPROBS
 from tinygpt.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from tinygpt.server.refusals import to_json
+from tinygpt.server.turns import json_parts, whole
 from tinygpt.server.values import MAX_FIELDS, MAX_WORDS
 
 MANY = 5000
@@ -84,20 +85,15 @@ def test_biases_have_an_end(server):
     assert f"at most {MAX_WORDS} items" in reply.error["message"]
 
 
-@pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias", "suffix"])
+@pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias"])
 def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch, field):
     words = [f"word {i}" for i in range(1000)]
-    long = {
-        "prompt": "a" * 9000,
-        "bad_words": words,
-        "logit_bias": dict.fromkeys(words, 1),
-        "suffix": "a" * 9000,
-    }
+    long = {"prompt": "a" * 9000, "bad_words": words, "logit_bias": dict.fromkeys(words, 1)}
 
     in_loop = noting(
         monkeypatch, llm.tokenizer, "encode", lambda *_: threading.current_thread() is server.thread
     )
-    server.complete(**{"prompt": "Once", "max_tokens": 1, "best_of": 2, field: long[field]})
+    server.complete(**{"prompt": "Once", "max_tokens": 1, field: long[field]})
     assert in_loop
     assert not any(in_loop)
 
@@ -160,7 +156,7 @@ def test_json_in_parts_is_json():
 
 
 def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
-    monkeypatch.setattr(answers, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(turns, "SLICE_SECONDS", -1.0)
     order = []
 
     def parts(name):
@@ -199,16 +195,16 @@ OF_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True
     ],
 )
 def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
-    monkeypatch.setattr(answers, "SLICE_SECONDS", -1.0)
-    in_turns, sizes = answers.in_turns, []
+    monkeypatch.setattr(turns, "SLICE_SECONDS", -1.0)
+    in_slices, sizes = turns.in_slices, []
 
     async def noted(parts):
-        async for part in in_turns(parts):
+        async for part in in_slices(parts):
             sizes.append(len(part))
             yield part
 
-    for module in (answers, api):
-        monkeypatch.setattr(module, "in_turns", noted)
+    for module in (turns, api):
+        monkeypatch.setattr(module, "in_slices", noted)
     assert server.ask(path, body).status == 200
     assert 5 * max(sizes) < sum(sizes)
 
@@ -222,7 +218,7 @@ ALL_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": Tru
 )
 def test_requests_have_a_bound_together(server, llm, monkeypatch, streams, body):
     """Each that runs, or is not read, counts with the most bytes that it can have."""
-    monkeypatch.setattr(api, "MAX_HELD", 10_000)
+    monkeypatch.setattr(turns, "MAX_HELD", 10_000)
     with llm.engine.wrapped(Gate) as gate:
         client = server.begin(**body, stream=streams)
         gate.wait_until_asked(1)
@@ -230,18 +226,18 @@ def test_requests_have_a_bound_together(server, llm, monkeypatch, streams, body)
         assert (reply.status, reply.error["code"]) == (429, "memory_full")
         client.close()
         gate.allow(2)
-        until(lambda: not server.api.held_bytes)
+        until(lambda: not server.api.turns.held_bytes)
         gate.allow(300)
         assert server.complete(**body).status == 200
 
 
 def test_a_reply_that_is_not_read_holds_up_others(server, monkeypatch):
-    monkeypatch.setattr(app, "MAX_HELD", 1_000_000)
+    monkeypatch.setattr(turns, "MAX_HELD", 5_000_000)
     client = server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)
-    until(lambda: server.api.held_bytes > 1_000_000)
+    until(lambda: server.api.turns.held_bytes > 5_000_000)
     reply = server.complete(prompt="a", max_tokens=1)
     assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "memory_full", "1")
     assert server.ask("/health").status == 200
     client.close()
-    until(lambda: not server.api.held_bytes)
+    until(lambda: not server.api.turns.held_bytes)
     assert server.complete(prompt="a", max_tokens=1).status == 200

@@ -146,7 +146,7 @@ def test_too_many_wait_for_their_turn(server, llm):
         patch.setattr(llm, "embed", embed)
         asked = [clients.submit(server.ask, "/v1/embeddings", {"input": "a"}) for _ in range(3)]
         assert embed.called.wait(60)
-        until(lambda: server.api._num_in_turn == 3)
+        until(lambda: server.api.in_turn._num_waiting == 3)
         for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/embeddings", {"input": "a"})):
             reply = server.ask(path, body)
             assert (reply.status, reply.headers["retry-after"]) == (429, "1")

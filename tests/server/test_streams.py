@@ -9,7 +9,8 @@ import pytest
 from support.gate import Gate, Held
 from support.serving import Reply, served, until
 from support.tables import rows
-from tinygpt.server import requests
+from tinygpt.async_llm import Outbox
+from tinygpt.server import monitoring, requests
 from tinygpt.text.chat_template import ChatTemplate
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -26,7 +27,7 @@ def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
     wake = server.loop.call_soon_threadsafe
 
     def counted(call, *arguments):
-        if call == server.api.outbox._deliver:
+        if getattr(call, "__func__", None) is Outbox._deliver:
             woken.append(call)
         return wake(call, *arguments)
 
@@ -34,7 +35,7 @@ def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
     reply = server.complete(**ASKED | {"temperature": 1, "seed": 1, "n": 4})
     num_tokens = sum(map(len, choices_of(reply)))
     assert num_tokens > 60
-    assert len(woken) < num_tokens / 2
+    assert 0 < len(woken) < num_tokens / 2
 
 
 @pytest.mark.parametrize(
@@ -132,8 +133,8 @@ def test_an_upgrade_is_not_taken(server, protocol):
 
 
 def test_a_stream_that_is_not_read_ends_with_an_error(server, llm, monkeypatch):
-    monkeypatch.setattr(requests, "MAX_UNREAD", 20)
-    monkeypatch.setattr(requests, "UNREAD_SECONDS", 0)
+    monkeypatch.setattr(monitoring, "MAX_UNREAD", 20)
+    monkeypatch.setattr(monitoring, "UNREAD_SECONDS", 0)
     held = Held(lambda: None)
     client = server.begin(prompt="Once", max_tokens=200, n=2, ignore_eos=True, stream=True)
     events = client.events()

@@ -4,11 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial, wraps
-from itertools import islice
+from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -17,49 +16,33 @@ from starlette.responses import Response
 
 import tinygpt
 
+from ..async_llm import Outbox, Post
+from ..engine.engine import RequestFuture
 from ..engine.prompts import Prompt, encode
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
 from ..look.edits import salt_of
-from ..outputs import CompletionOutput, RequestOutput
+from ..outputs import RequestOutput, ThreadFuture
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
-from .answers import RETRY, ApiError, from_engine, in_turns, json_reply, whole
 from .config import ServerConfig
-from .monitoring import Metrics
+from .monitoring import Metrics, RunningRequest
+from .refusals import RETRY, ApiError, from_engine
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
-from .requests import (
-    SSE,
-    ChunkQueue,
-    EventStream,
-    Requests,
-    Result,
-    RunningRequest,
-    large,
-    look_params,
-    read_apart,
-    route,
-    while_connected,
-)
+from .requests import SSE, EventStream, look_params, route, while_connected
+from .turns import InTurn, Turns, in_slices, json_reply, read_apart, whole
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
-MAX_HELD = 2**30  # bytes of bodies until they are read, and of replies until clients have read them
 
+Requests = list[tuple[Prompt, SamplingParams]]
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 Handler = Callable[[Any, Request], Awaitable[Response]]
 JobKind = TypeVar("JobKind", bound=Job)
-
-
-def memory_full() -> ApiError:
-    message = (
-        f"the replies to other requests, made and not read yet, take {MAX_HELD >> 20} MiB: ask again later."
-    )
-    return ApiError(429, message, code="memory_full", **RETRY)
 
 
 class Api:
@@ -73,10 +56,8 @@ class Api:
         self.is_draining = False
         self._running: WeakSet[RunningRequest] = WeakSet()
         self._first: dict[int, float] | None = None
-        self._turn = asyncio.Lock()  # of embeddings and scores: each runs between two steps
-        self._num_in_turn = 0
-        self.held_bytes = 0
-        self.huge = asyncio.Lock()  # of the request that has a huge body, until it is read
+        self.turns = Turns()
+        self.in_turn = InTurn(self.turns, self.check_open, llm.engine.engine_config.max_queue)
         try:
             self.names = TokenNames(llm.tokenizer)
         except CheckpointError:
@@ -91,10 +72,6 @@ class Api:
                 )
         except TinyGPTError as error:
             log.warning(f"no chat, but all else: {error}")
-
-    @cached_property
-    def outbox(self) -> ChunkQueue:
-        return ChunkQueue(self.llm)
 
     @property
     def shows_tools(self) -> bool:
@@ -123,13 +100,16 @@ class Api:
             except TinyGPTError as error:
                 raise from_engine(error, form) from None
             except asyncio.CancelledError:  # uvicorn does not wait for a thread that does not end
-                raise self.outbox.shutdown_error or asyncio.CancelledError from None
+                raise self.turns.shutdown_error or asyncio.CancelledError from None
 
         return answer
 
     @route("/v1/completions", "POST")
     async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
+        if form.suffix and (form.best_of or 0) > (form.n or 1):
+            message = "suffix chooses no candidates, as GPT-2 cannot write towards an end: leave out suffix or best_of."
+            raise ApiError(400, message, "suffix")
         prompts = await self.read_prompts(form.prompt, form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
@@ -139,10 +119,7 @@ class Api:
         params = job.params
         if form.echo and form.logprobs is not None and params.soft_prompt is None:
             job.first = await self._first_logprobs()
-        chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
-        if max_tokens and (form.stream or not chooses):
-            return await self._answer(job, request)
-        return await self._answer(job, request, self._best_before_suffix if max_tokens else self._scored)
+        return await self._answer(job, request, None if max_tokens else self._scored)
 
     @route("/v1/chat/completions", "POST")
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
@@ -214,7 +191,7 @@ class Api:
         size = BYTES_OF_LOGPROB * job.num_logprobs + BYTES_OF_PROMPT * len(request._body)
         if job.params.capture or job.params.edits:
             if run is not None:
-                message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
+                message = "capture, edits and steer need max_tokens of 1 or more."
                 raise ApiError(400, message, "max_tokens")
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
             count = len(job.prompts) * (job.params.best_of or job.params.n)
@@ -222,60 +199,25 @@ class Api:
             captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
             size += count * captures.num_bytes(length)
         requests = [(prompt, job.params) for prompt in job.prompts]
-        turns = self._in_a_thread if job.params.capture else in_turns
+        write = self.turns.in_one_thread if job.params.capture else in_slices
         with ExitStack() as stack:
-            stack.enter_context(self.holding(size))
+            stack.enter_context(self.turns.holding(size))
             if job.form.stream and run is None:
                 work = await self._start(requests, True, request)
                 stack.callback(self._end, request, work)
-                return EventStream(job, work, turns, stack.pop_all().close)
+                return EventStream(job, work, write, stack.pop_all().close)
             outputs = await (run(job, request) if run else self._run(requests, request))
             if job.form.stream:
-                return Response(await whole(job.all_events(outputs), turns), headers=SSE)
-            return await json_reply(job.record(outputs), turns)
-
-    @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        """Count bytes of a body or of a reply's values as held. Raise ApiError if others hold too many."""
-        if self.held_bytes and self.held_bytes + size > MAX_HELD:
-            raise memory_full()
-        self.held_bytes += size
-        try:
-            yield
-        finally:
-            self.held_bytes -= size
-
-    async def _in_a_thread(self, parts: Iterable[str]) -> AsyncIterator[bytes]:
-        """Yield the parts as one: arrays of captures are computed as they are written, which takes seconds."""
-        async with self._turn:
-            yield await asyncio.to_thread(lambda: "".join(parts).encode())
+                return Response(await whole(job.all_events(outputs), write), headers=SSE)
+            return await json_reply(job.record(outputs), write)
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""
         if job.params.guidance is not None:  # the scoring requests have none
-            await self.outbox.in_grammar_thread(partial(self.llm._inputs.check_guide, job.params))
+            await self.turns.in_grammar_thread(partial(self.llm._inputs.check_guide, job.params))
         bos = self.llm.config.bos_token_id
         found = await self._run([scoring_request(prompt, job.params, bos) for prompt in job.prompts], request)
         return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
-
-    async def _best_before_suffix(self, job: Completion, request: Request) -> list[RequestOutput]:
-        """Return the samples that the suffix fits best: GPT-2 cannot write towards a given end."""
-        params = job.params
-        [suffix] = await self.read_prompts(job.form.suffix, job.form, request, "suffix")
-        longest = max(len(prompt.token_ids) for prompt in job.prompts)
-        total = longest + params.max_tokens + len(suffix.token_ids) + 1
-        if total > (limit := self.llm.max_model_len):
-            message = f"this model's context has {limit} tokens; prompt, max_tokens and suffix take {total}."
-            raise ApiError(400, message, "suffix", "context_length_exceeded")
-        all_of_them = replace(params, n=params.best_of, best_of=None)
-        candidates = await self._run([(prompt, all_of_them) for prompt in job.prompts], request)
-        reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = []
-        for output in candidates:
-            for sample in output.outputs:
-                ids = output.prompt_token_ids + kept_tokens(sample, params.stop, self.encode)
-                texts.append((Prompt(None, ids + suffix.token_ids), reading))
-        return best_samples(candidates, await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._start(requests, False, request)
@@ -291,13 +233,23 @@ class Api:
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
             message = f"the request asks for {count} samples; this server takes {room} at most: split it."
             raise ApiError(400, message)
-        work = RunningRequest(self.llm, self.outbox)
+        work = RunningRequest(Outbox.of(self.llm))
         self._running.add(work)
-        await work.submit(requests, stream, large(request))
+        thread = self.turns.thread_for((params for _, params in requests), request)
+        await work.begin(partial(self._submit, requests), stream, thread)
         return work
 
+    def _submit(self, requests: Requests, post: Post | None) -> list[ThreadFuture]:
+        """Run all requests, or none. Raise LLM.submit's errors."""
+        futures = []
+        for i, pair in enumerate(requests):
+            on_chunk = None if post is None else partial(post, i)
+            futures.append(RequestFuture(self.llm._single_request(*pair, on_chunk)))
+        self.llm.engine.submit_queued(futures)
+        return futures
+
     def _end(self, request: Request, work: RunningRequest) -> None:
-        found = work.end()
+        found = work.finish()
         self.metrics.observe(found, work.token_gaps())
         firsts = [progress.metrics.time_to_first_token for progress, _ in found]
         request.state.notes |= {
@@ -311,9 +263,9 @@ class Api:
     def stop_all(self) -> None:
         """End all work; each client is told why."""
         reason = "the server was shut down before this was finished: ask again."
-        self.outbox.shutdown_error = ApiError(503, reason, code="shutting_down")
+        self.turns.shutdown_error = ApiError(503, reason, code="shutting_down")
         for work in list(self._running):
-            work.cancel()
+            work.cancel(self.turns.shutdown_error)
 
     def encode(self, text: str) -> list[int]:
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
@@ -346,24 +298,6 @@ class Api:
         params = await read_apart(request, read)
         await request.state.reading.aclose()
         return params
-
-    async def in_turn(self, calls: list[Callable[[], Result]]) -> list[Result]:
-        """Return the calls' results. Each runs in a thread, between the calls of other requests."""
-        self.check_open()
-        max_queue = self.llm.engine.engine_config.max_queue
-        if max_queue is not None and self._num_in_turn >= max_queue:
-            raise ApiError(429, "too many requests are waiting.", code="queue_full", **RETRY)
-        self._num_in_turn += 1
-        try:
-            results = []
-            for call in calls:
-                async with self._turn:
-                    if self.outbox.shutdown_error is not None:
-                        raise self.outbox.shutdown_error
-                    results.append(await asyncio.to_thread(call))
-            return results
-        finally:
-            self._num_in_turn -= 1
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
@@ -428,34 +362,3 @@ def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> Req
     empty = replace(forced, text="", token_ids=[], finish_reason="length", stop_reason=None, logprobs=[])
     samples = [replace(empty, index=i) for i in range(params.n)]
     return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=found)
-
-
-def kept_tokens(
-    sample: CompletionOutput, stop: Sequence[str], encode: Callable[[str], list[int]]
-) -> list[int]:
-    """Return the tokens of a candidate without the token that ended it."""
-    if sample.stop_reason in stop:  # a stop string may cut a token
-        return encode(sample.text)
-    return sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
-
-
-def best_samples(
-    candidates: list[RequestOutput], readings: list[RequestOutput], n: int
-) -> list[RequestOutput]:
-    """Return the n samples of each output with the highest mean log probability of sample and suffix.
-
-    readings: the outputs of prompt, sample and suffix as a prompt, for each sample, with prompt_logprobs.
-    """
-    outputs = []
-    left = iter(readings)
-    for output in candidates:
-        start = len(output.prompt_token_ids)
-        means = []
-        for reading in islice(left, len(output.outputs)):
-            ids = reading.prompt_token_ids[start:]
-            logprobs = reading.prompt_logprobs[start:]
-            means.append(sum(found[i] for i, found in zip(ids, logprobs, strict=True)) / len(ids))
-        best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]
-        samples = [replace(output.outputs[j], index=i) for i, j in enumerate(best)]
-        outputs.append(replace(output, outputs=samples))
-    return outputs

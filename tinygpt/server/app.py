@@ -38,11 +38,11 @@ import tinygpt
 
 from ..errors import RequestError, suggest
 from ..llm import LLM
-from .answers import BUG, ApiError, ErrorReply, from_validation, respond
-from .api import MAX_HELD, Api, memory_full
+from .api import Api
 from .config import ServerConfig
 from .connection import Connection
 from .info_routes import InfoRoutes
+from .refusals import BUG, ApiError, ErrorReply, from_validation, respond
 from .requests import JsonRoute
 
 PAGE = Path(__file__).resolve().parent / "page.html"
@@ -196,7 +196,8 @@ class Gate:
             await self._send(message, send)
 
         try:
-            await (self._refusal(scope["path"], headers) or self._app)(scope, receive, noted)
+            refusal = self._refusal(scope["path"], headers)
+            await (self._app if refusal is None else respond(refusal))(scope, receive, noted)
         except Exception:  # a bug: the outermost middleware replies with status 500
             status = 500
             raise
@@ -211,31 +212,27 @@ class Gate:
         """Send a body as fast as the client reads it. Its bytes count as held until then."""
         body = message.get("body", b"")
         pieces = [slice(start, start + PIECE_BYTES) for start in range(0, len(body), PIECE_BYTES)]
-        self._api.held_bytes += len(body)
+        self._api.turns.held_bytes += len(body)
         try:
             for piece in pieces[:-1]:
                 await send({**message, "body": body[piece], "more_body": True})
             await send({**message, "body": body[pieces[-1]]} if pieces else message)
         finally:
-            self._api.held_bytes -= len(body)
+            self._api.turns.held_bytes -= len(body)
 
-    def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
+    def _refusal(self, path: str, headers: Mapping[str, str]) -> ApiError | None:
         host = headers.get("host", "").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name not in self._hosts:
             listed = ", ".join(sorted(self._hosts))
-            return respond(
-                ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
-            )
+            return ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # In constant time.
         matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
-            return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))
-        if path not in OPEN_PATHS and self._api.held_bytes > MAX_HELD:
-            return respond(memory_full())
-        return None
+            return ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"})
+        return None if path in OPEN_PATHS else self._api.turns.memory_error()
 
 
 class Server(uvicorn.Server):

@@ -6,7 +6,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .answers import ApiError, respond
+from .refusals import ApiError, respond
 
 HEAD_BYTES = 2**16  # of a request's path, headers and trailers
 NUM_HEADERS = 100  # trailers included

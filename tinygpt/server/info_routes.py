@@ -19,9 +19,10 @@ from ..kernels import numbers
 from ..text.chat import PlainTemplate
 from ..wire import record_to_json
 from . import protocol
-from .answers import ApiError, json_reply
 from .api import Api, listed
-from .requests import read_apart, route
+from .refusals import ApiError
+from .requests import route
+from .turns import json_reply, read_apart
 
 
 class InfoRoutes:

@@ -1,10 +1,12 @@
-"""Metrics, also by vLLM's names for existing dashboards, and the log on stderr."""
+"""Requests as they run, their metrics, also by vLLM's names for existing dashboards, and the log on stderr."""
 
 import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -22,8 +24,12 @@ from prometheus_client.samples import Sample
 
 import tinygpt
 
+from ..async_llm import AsyncRequests, IndexedChunk, Outbox
+from ..engine.engine import RequestFuture
 from ..engine.sequence import Progress
+from ..errors import RequestError
 from ..llm import LLM
+from ..outputs import StreamChunk
 
 OURS, VLLM = "tinygpt:", "vllm:"
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
@@ -52,6 +58,56 @@ HISTOGRAMS = {
 }
 OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
 LOG_SECONDS = 60.0  # asyncio's, and how often it is told
+MAX_UNREAD = 10_000  # chunks of a request; with 20 log probabilities each, they take about 20 MB
+UNREAD_SECONDS = 5.0
+
+
+class RunningRequest(AsyncRequests):
+    """A client's requests and the times of their tokens. A client that does not read its stream ends them."""
+
+    futures: list[RequestFuture]
+
+    def __init__(self, outbox: Outbox):
+        super().__init__(outbox)
+        self._times: dict[tuple[int, int], list[float]] = {}  # (request, sample) -> when each token came
+        self._num_posted = 0  # by the thread of the engine
+        self._num_taken = 0  # by the loop
+        self._taken_at = time.perf_counter()
+
+    def post(self, i: int, chunk: StreamChunk) -> None:
+        self._num_posted += 1
+        now = time.perf_counter()
+        if chunk.token_id is not None:
+            self._times.setdefault((i, chunk.index), []).append(now)
+        if self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS:
+            self.cancel(RequestError(f"{MAX_UNREAD} tokens of the stream were not read: read it faster."))
+        super().post(i, chunk)
+
+    async def chunks(self, ping_seconds: float | None = None) -> AsyncIterator[list[IndexedChunk] | None]:
+        async for chunks in super().chunks(ping_seconds):
+            self._num_taken += len(chunks or ())
+            self._taken_at = time.perf_counter()
+            yield chunks
+
+    def finish(self) -> list[tuple[Progress, list[str]]]:
+        """End the requests. Return the progress of each, and its finish reasons: "abort" if it is not finished."""
+        self.cancel()
+        ended = []
+        for future in self.futures:
+            progress = future.request.progress()
+            reasons = ["abort"]
+            if future.done() and not future.cancelled() and not future.exception():
+                samples = future.result().outputs
+                progress = replace(progress, num_new_tokens=sum(len(sample.token_ids) for sample in samples))
+                reasons = [sample.finish_reason for sample in samples]
+            ended.append((progress, reasons))
+        self.end()
+        return ended
+
+    def token_gaps(self) -> Iterator[float]:
+        """Yield the seconds between tokens of each streamed sample."""
+        for times in list(self._times.values()):
+            yield from (after - before for before, after in pairwise(times))
 
 
 class Metrics:
@@ -95,7 +151,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
-        """Count ended requests, as `RunningRequest.end` returns them.
+        """Count ended requests, as `RunningRequest.finish` returns them.
 
         token_gaps: seconds between the tokens of streams.
         """

@@ -76,15 +76,19 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """The last two fields of vLLM's change nothing here."""
-
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Pattern | None = None
     choice: list[Text] | None = None
     grammar: Pattern | None = None
-    disable_fallback: bool | None = None
-    disable_any_whitespace: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, given: Any) -> Any:
+        """Pass over fields that ask for nothing: vLLM's clients may send all of its own."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if not (value is None or value is False)}
 
 
 class NamedSchema(Strict):

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from ..async_llm import IndexedChunk
 from ..engine.prompts import Prompt
 from ..errors import RequestError
 from ..outputs import CompletionOutput, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
-from .answers import event, json_parts, to_json
 from .protocol import StreamOptions
+from .refusals import to_json
 from .tool_calls import ToolCall
+from .turns import json_parts
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
@@ -28,8 +30,11 @@ OBFUSCATED_SIZE = 64  # bytes
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
 ALWAYS |= {"tool_choice": "none", "tools": [], "truncation": "disabled"}
 Logprobs = dict[int, float]
-PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
 Made = CompletionOutput | StreamChunk
+
+
+def event(value: dict[str, Any]) -> str:
+    return f"data: {to_json(value)}\n\n"
 
 
 def counted(num_read: int, num_made: int) -> dict[str, Any]:
@@ -199,7 +204,7 @@ class Job:
     def begin(self) -> str:
         return ""
 
-    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+    def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
         for i, chunk in chunks:
             self._num_made += chunk.token_id is not None
             choice = self.choice(i, chunk)
@@ -284,7 +289,7 @@ class Completion(Job):
     def __post_init__(self):
         super().__post_init__()
         self._found: dict[int, list[Logprobs | None]] = {}  # of prompts, as soon as they are known
-        self._held: list[PromptChunk] = []  # until then
+        self._held: list[IndexedChunk] = []  # until then
         self._lists: dict[int, CompletionLogprobs] = {}  # of choices that have begun
         # Of the latest prompt, for all of its samples.
         self._described: tuple[int, list[dict[str, Any] | None]] = (-1, [])
@@ -318,7 +323,7 @@ class Completion(Job):
         self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
         return super().choices(outputs)
 
-    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+    def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
         """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
         if self.params.prompt_logprobs is not None:
             found = {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
@@ -341,7 +346,7 @@ class Generation(Job):
         samples = (record_to_json(sample) for sample in outputs[0].outputs)
         return output_to_json(replace(outputs[0], outputs=[])) | {"outputs": samples}
 
-    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+    def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
         return (event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
 
     def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
@@ -370,7 +375,7 @@ class Responses(Job):
             + self._told("content_part.added", **self._place, part=_part(""))
         )
 
-    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+    def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
         texts = (chunk.text for _, chunk in chunks if chunk.text)
         return (self._told("output_text.delta", **self._place, delta=text, logprobs=[]) for text in texts)
 

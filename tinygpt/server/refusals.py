@@ -1,11 +1,7 @@
-"""JSON that is written in slices, and refusals in OpenAI's shape, with the field that the client sent."""
+"""Refusals in OpenAI's shape, with the field that the client sent."""
 
-import asyncio
 import json
 import reprlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from types import GeneratorType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -29,63 +25,7 @@ TYPES = {
 RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
 RETRY = {"retry-after": "1"}  # seconds
 MAX_SHOWN = 100  # characters of a field name that the client made up
-SLICE_SECONDS = 0.002  # of a turn in which a reply is written
-BLOCK = 32  # elements that are written at once
-Turns = Callable[[Iterable[str]], AsyncIterator[bytes]]
 to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def json_parts(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value; one call would hold the GIL for seconds. A generator is a list."""
-    if isinstance(value, GeneratorType):
-        separator = "["
-        for each in value:
-            yield separator
-            yield from json_parts(each)
-            separator = ","
-        yield "[]" if separator == "[" else "]"
-    elif isinstance(value, list) and len(value) > BLOCK:
-        for start in range(0, len(value), BLOCK):
-            yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
-        yield "]"
-    elif isinstance(value, dict) and any(
-        isinstance(each, list | dict | GeneratorType) for each in value.values()
-    ):
-        separator = "{"
-        for name, each in value.items():
-            yield f"{separator}{to_json(name)}:"
-            yield from json_parts(each)
-            separator = ","
-        yield "}"
-    else:
-        yield to_json(value)
-
-
-async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
-    """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
-    made = []
-    end = time.perf_counter() + SLICE_SECONDS
-    for part in parts:
-        made.append(part)
-        if time.perf_counter() > end:
-            yield "".join(made).encode()
-            await asyncio.sleep(0)
-            made = []
-            end = time.perf_counter() + SLICE_SECONDS
-    if made:
-        yield "".join(made).encode()
-
-
-async def whole(parts: Iterable[str], turns: Turns | None = None) -> bytes:
-    return b"".join([part async for part in (turns or in_turns)(parts)])
-
-
-async def json_reply(value: dict[str, Any], turns: Turns | None = None) -> Response:
-    return Response(await whole(json_parts(value), turns), media_type="application/json")
-
-
-def event(value: dict[str, Any]) -> str:
-    return f"data: {to_json(value)}\n\n"
 
 
 class Error(BaseModel):

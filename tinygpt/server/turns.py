@@ -1,0 +1,191 @@
+"""Turns: how the event loop stays free for other clients, and what slow work may hold meanwhile.
+
+| slow | takes | runs | holds |
+|---|---|---|---|
+| JSON of a body above HUGE | 0.1 s, with the GIL | in the loop, after others: `huge` | its turn, until it is read |
+| texts of a body above LARGE | milliseconds | in a thread: `read_apart` | nothing |
+| a chat template | milliseconds, or a loop's | in a thread: `asyncio.to_thread` | nothing |
+| a grammar | seconds | in its own thread: `in_grammar_thread` | a place of GRAMMAR_THREADS |
+| the first request with DRY | 0.1 s | in a thread: `thread_for` | nothing |
+| JSON of a reply | seconds, with the GIL | in the loop, SLICE_SECONDS each: `in_slices` | nothing |
+| arrays of `capture` | seconds, as they are written | in a thread: `in_one_thread` | its turn |
+| embeddings, classes, scores | a pass for each text | in a thread: `InTurn` | its turn, for a text |
+
+All bodies, and replies until clients have read them, hold bytes of MAX_HELD: `holding`.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from types import GeneratorType
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ..async_llm import Apart
+from ..outputs import ThreadFuture
+from ..sampling_params import SamplingParams
+from .refusals import RETRY, ApiError, to_json
+
+LARGE = 8192  # bytes of a body
+HUGE = 2**16
+HUGE_PER_SECOND = 2**26
+GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
+MAX_HELD = 2**30  # bytes
+SLICE_SECONDS = 0.002
+BLOCK = 32  # elements that are written at once
+
+Result = TypeVar("Result")
+Write = Callable[[Iterable[str]], AsyncIterator[bytes]]  # writes the parts of a reply
+
+
+class Turns:
+    """What the requests of one server take turns at. shutdown_error: ends all of them."""
+
+    def __init__(self):
+        self.shutdown_error: ApiError | None = None
+        self.held_bytes = 0
+        self._huge = asyncio.Lock()
+        self._arrays = asyncio.Lock()
+        self._grammar_places = asyncio.Semaphore(GRAMMAR_THREADS)
+
+    def memory_error(self, size: int = 0) -> ApiError | None:
+        """Return the refusal of `size` bytes more. A body or reply alone may have any size."""
+        if not self.held_bytes or self.held_bytes + size <= MAX_HELD:
+            return None
+        told = f"the replies to other requests, made and not read yet, take {MAX_HELD >> 20} MiB"
+        return ApiError(429, f"{told}: ask again later.", code="memory_full", **RETRY)
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count bytes of a body or of a reply's values as held. Raise ApiError if others hold too many."""
+        if error := self.memory_error(size):
+            raise error
+        self.held_bytes += size
+        try:
+            yield
+        finally:
+            self.held_bytes -= size
+
+    @asynccontextmanager
+    async def huge(self, num_bytes: int) -> AsyncIterator[None]:
+        async with self._huge:
+            await asyncio.sleep(num_bytes / HUGE_PER_SECOND)
+            yield
+
+    def thread_for(self, params: Iterable[SamplingParams], request: Request) -> Apart | None:
+        """Return what runs the checks of these params, or None if the loop may."""
+        params = [*params]
+        if any(each.guidance is not None for each in params):
+            return self.in_grammar_thread
+        if is_large(request) or any(each.dry_multiplier for each in params):
+            return asyncio.to_thread
+        return None
+
+    async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
+        """Return call(). No thread of other requests and no end of the server waits for it."""
+        await self._grammar_places.acquire()
+        loop = asyncio.get_running_loop()
+        future = ThreadFuture()
+        free = partial(loop.call_soon_threadsafe, self._grammar_places.release)
+        future.add_done_callback(lambda _: loop.is_closed() or free())
+        threading.Thread(target=future.settle, args=(call,), daemon=True).start()
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # whose error has this frame
+
+    async def in_one_thread(self, parts: Iterable[str]) -> AsyncIterator[bytes]:
+        """Yield the parts as one."""
+        async with self._arrays:
+            yield await asyncio.to_thread(lambda: "".join(parts).encode())
+
+
+def is_large(request: Request) -> bool:
+    return len(request._body) > LARGE
+
+
+async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
+    """Return read(), called in a thread if the body is large."""
+    return await asyncio.to_thread(read) if is_large(request) else read()
+
+
+async def in_slices(parts: Iterable[str]) -> AsyncIterator[bytes]:
+    """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
+    made = []
+    end = time.perf_counter() + SLICE_SECONDS
+    for part in parts:
+        made.append(part)
+        if time.perf_counter() > end:
+            yield "".join(made).encode()
+            await asyncio.sleep(0)
+            made = []
+            end = time.perf_counter() + SLICE_SECONDS
+    if made:
+        yield "".join(made).encode()
+
+
+async def whole(parts: Iterable[str], write: Write | None = None) -> bytes:
+    return b"".join([part async for part in (write or in_slices)(parts)])
+
+
+async def json_reply(value: dict[str, Any], write: Write | None = None) -> Response:
+    return Response(await whole(json_parts(value), write), media_type="application/json")
+
+
+def json_parts(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value; one call would hold the GIL for seconds. A generator is a list."""
+    if isinstance(value, GeneratorType):
+        separator = "["
+        for element in value:
+            yield separator
+            yield from json_parts(element)
+            separator = ","
+        yield "[]" if separator == "[" else "]"
+    elif isinstance(value, list) and len(value) > BLOCK:
+        for start in range(0, len(value), BLOCK):
+            yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
+        yield "]"
+    elif isinstance(value, dict) and any(
+        isinstance(member, list | dict | GeneratorType) for member in value.values()
+    ):
+        separator = "{"
+        for name, member in value.items():
+            yield f"{separator}{to_json(name)}:"
+            yield from json_parts(member)
+            separator = ","
+        yield "}"
+    else:
+        yield to_json(value)
+
+
+class InTurn:
+    """Calls of the model that are no requests of the engine: embeddings, classes, scores and looks."""
+
+    def __init__(self, turns: Turns, check_open: Callable[[], None], max_queue: int | None):
+        self._turns = turns
+        self._check_open = check_open
+        self._max_queue = max_queue
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def __call__(self, calls: list[Callable[[], Result]]) -> list[Result]:
+        """Return the calls' results. Each runs in a thread, between the calls of other requests."""
+        self._check_open()
+        if self._max_queue is not None and self._num_waiting >= self._max_queue:
+            raise ApiError(429, "too many requests are waiting.", code="queue_full", **RETRY)
+        self._num_waiting += 1
+        try:
+            results = []
+            for call in calls:
+                async with self._turn:
+                    if self._turns.shutdown_error is not None:
+                        raise self._turns.shutdown_error
+                    results.append(await asyncio.to_thread(call))
+            return results
+        finally:
+            self._num_waiting -= 1
