@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..kernels.backend import Batch
+from ..kernels.numbers import Warpers
 from ..llm_args import EngineConfig
 from ..outputs import Throughput
 from .model_runner import ModelRunner
@@ -110,15 +111,15 @@ class StepLoop:
         return step.num_new
 
     def _forward(self, step: Step) -> Any:
-        batch = replace(step.batch, top=lambda: self._top_of(step))
+        batch = replace(step.batch, drawn_by=lambda: self._drawn_by(step))
         return self.runner.forward(batch) if step.look is None else self.runner.forward(batch, step.look)
 
-    def _top_of(self, step: Step) -> np.ndarray | None:
-        """Return how many greatest logits (R,) are wanted of each row, or None if all are."""
+    def _drawn_by(self, step: Step) -> Warpers | None:
+        """Return what all rows are drawn by, or None if their logits are wanted for more."""
         drawn = step.drawn()
         if len(drawn) < step.batch.logit_rows.size or any(step.chunks[i].num_part_logits for i in drawn):
             return None
-        return self.sampler.top_of([step.chunks[i].sequence for i in drawn])
+        return self.sampler.drawn_by([step.chunks[i].sequence for i in drawn])
 
     def _draw(self, step: Step, logits: Any) -> None:
         """Draw the next tokens that no part chooses."""
@@ -163,16 +164,10 @@ class StepLoop:
         vocab_size = self.runner.config.vocab_size
         ends = np.array([token_id for token_id in every_end if token_id < vocab_size], np.int32)  # (E,)
         taken = 0
-        again = set()  # sequences whose last step is run and drawn again, alone
         for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
-                if sequence.is_finished or sequence in again:
-                    continue
-                if sequence.sampling_state.rules.forbids(token_id):
-                    sequence.sampling_state.forbid_unwritten()
-                    again.add(sequence)
-                    self.runner.stop_early(True)
+                if sequence.is_finished:
                     continue
                 sequence.append(sampled(token_id, sequence))
                 if token_id >= 0:
