@@ -66,6 +66,7 @@ class Device:
         self.capability = tuple(gpu.compute_capability[:2])
         self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
         self.shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self._reads_the_host = bool(gpu.PAGEABLE_MEMORY_ACCESS or gpu.INTEGRATED)
 
     def free_bytes(self) -> int:
         with self._turn:
@@ -102,6 +103,8 @@ class Device:
             places = self._address(target, at, values.size), values.ctypes.data
             with self._turn:
                 _checked(self._driver.cuMemcpyHtoDAsync(*places, values.nbytes, self._stream_handle))
+                if self._reads_the_host:  # else the driver has copied the values to memory of its own
+                    self._stream.synchronize()
 
     def read(self, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
         with self._turn:

@@ -253,7 +253,7 @@ def normed_linear(
     function = normed_linear_kernel(params.dtype, columns, epilogue)
     target, width = place_of(params, name, target, step, epilogue)
     arguments = target, normed, weights, layer, width, w.inputs.sizes, NUM_TOKENS
-    shared_bytes = fused_shared_bytes(weights.num_steps)
+    shared_bytes = fused_shared_bytes(columns)
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 

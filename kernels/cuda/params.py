@@ -214,40 +214,11 @@ def load_params(
     device = devices.the_device()
     config = checkpoint.config
     share = share or share_of(config, dtype)
-
-    def weights(name: str, modules: list[str], runs: list[range], k: int) -> Weights:
-        count = len(modules)
-        n = sum(map(len, runs))
-        bias = np.zeros((count, n), np.float32)
-        if name in LINEARS:
-            bias = _rows_of(stacked(checkpoint, [f"{module}.bias" for module in modules]).T, runs).T
-        kind = dtype_of(name, dtype)
-        rows = panel_count(n) * OUT_TILE
-        panels = device.zeros((count, rows, padded_columns(k)), DTYPES[kind].array_type)
-        scales = np.empty((count, rows), np.float32)
-        size = panels.size // count
-        for i, module in enumerate(modules):  # one matrix at a time is in memory twice
-            each = f"{module}.weight"
-            weight = checkpoint.tensor(each)
-            check_range(each, weight, kind, DTYPES[kind].numbers.largest)
-            packed, scales[i] = pack(_rows_of(weight, runs), kind)
-            device.write(panels, packed, i * size)
-            checkpoint.release(each)
-        return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
-
-    def norm(names: list[str]) -> NormWeights:
-        return NormWeights(*(stacked(checkpoint, [f"{name}.{kind}" for name in names]) for kind in KINDS))
-
-    def on_device(norms: dict[str, NormWeights]) -> dict[str, NormWeights]:
-        return {name: NormWeights(*map(device.array, kinds)) for name, kinds in norms.items()}
-
-    orders = dict.fromkeys(NORMS, range(share.n_layer)) | {"ln_2": mlp_order(config, share)}
-    of_layers = {name: norm([f"h.{share.layers[i]}.{name}" for i in each]) for name, each in orders.items()}
-    final = {"ln_f": norm(["ln_f"])} if config.final_norm and share.is_last else {}
-    embed = {"ln_e": norm(["ln_e"])} if config.embed_norm and share.is_first else {}
-    is_pre = config.norm_placement == "pre"
-    layers = linear_layers(config, checkpoint.tied, share)
-    linears = {name: weights(name, *sizes) for name, sizes in layers.items()}
+    norms = {name: _norm_of(checkpoint, modules) for name, modules in norm_layers(config, share).items()}
+    on_device = {name: NormWeights(*map(device.array, norm)) for name, norm in norms.items()}
+    after = {"ln_e"} if config.norm_placement == "pre" else {"ln_e", *NORMS}
+    layers = linear_layers(config, dtype, checkpoint.tied, share)
+    linears = {name: _load_linear(device, checkpoint, name, layer) for name, layer in layers.items()}
     has_positions = share.is_first and not config.has_alibi
     wpe = device.array(checkpoint.tensor("wpe.weight") if has_positions else np.zeros(1, np.float32))
     slopes = config.alibi_slopes[share.heads.start : share.heads.stop]
@@ -259,10 +230,36 @@ def load_params(
         wpe=wpe,
         slopes=device.array(np.float32(slopes)) if slopes else wpe,
         linears={"lm_head": linears["wte"], **linears} if share.is_first else linears,
-        norms=on_device(of_layers | final if is_pre else final),
-        norms_after=on_device(embed if is_pre else of_layers | embed),
-        final_norm=NormWeights(*(kind[0] for kind in final["ln_f"])) if final else None,
+        norms={name: norm for name, norm in on_device.items() if name not in after},
+        norms_after={name: norm for name, norm in on_device.items() if name in after},
+        final_norm=NormWeights(*(kind[0] for kind in norms["ln_f"])) if "ln_f" in norms else None,
     )
+
+
+def _norm_of(checkpoint: Any, modules: list[str]) -> NormWeights:
+    """Return the norms (n, C) of some modules, on the host."""
+    return NormWeights(*(stacked(checkpoint, [f"{module}.{kind}" for module in modules]) for kind in KINDS))
+
+
+def _load_linear(device: Any, checkpoint: Any, name: str, layer: "LinearLayer") -> Weights:
+    modules, runs, k, dtype = layer
+    row = DTYPES[dtype]
+    n = layer.features
+    rows = panel_count(n) * OUT_TILE
+    size = rows * padded_columns(k)
+    bias = np.zeros((len(modules), n), np.float32)
+    if name in LINEARS:
+        bias = _rows_of(stacked(checkpoint, [f"{module}.bias" for module in modules]).T, runs).T
+    panels = device.zeros((len(modules), size), row.array_type)
+    scales = np.empty((len(modules), rows), np.float32)
+    for i, module in enumerate(modules):  # one matrix at a time is in memory twice
+        tensor = f"{module}.weight"
+        weight = checkpoint.tensor(tensor)
+        check_range(tensor, weight, dtype, row.numbers.largest)
+        packed, scales[i] = pack(_rows_of(weight, runs), dtype)
+        device.write(panels, packed, i * size)
+        checkpoint.release(tensor)
+    return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
 
 
 def _rows_of(array: np.ndarray, runs: list[range]) -> np.ndarray:
@@ -272,8 +269,27 @@ def _rows_of(array: np.ndarray, runs: list[range]) -> np.ndarray:
     return np.concatenate([array[run.start : run.stop] for run in runs])
 
 
-def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[list[str], list[range], int]]:
-    """Return the modules, the features and K of each linear layer, and of wte and lm_head."""
+class LinearLayer(NamedTuple):
+    """A linear layer of every layer, in a checkpoint."""
+
+    modules: list[str]
+    runs: list[range]  # of features, that a rank has
+    columns: int  # K
+    dtype: str
+
+    @property
+    def features(self) -> int:
+        return sum(map(len, self.runs))
+
+    @property
+    def num_bytes(self) -> int:
+        rows = panel_count(self.features) * OUT_TILE
+        panel_bytes = rows * padded_columns(self.columns) * DTYPES[self.dtype].item_bytes
+        return len(self.modules) * (panel_bytes + 4 * (rows + self.features))
+
+
+def linear_layers(config: Any, dtype: str, tied: bool, share: RankShare) -> dict[str, LinearLayer]:
+    """Return each linear layer, wte and lm_head among them."""
     C = config.n_embd
     E = config.embedding_size
     F = config.inner_size
@@ -282,23 +298,32 @@ def linear_layers(config: Any, tied: bool, share: RankShare) -> dict[str, tuple[
     experts = [f"h.{i}.mlp" for i in config.expert_layers]
     mlps = [f"{layers[i]}.mlp" for i in mlp_order(config, share)[: len(layers) - len(experts)]]
     mlps += [f"{mlp}.experts.{e}" for mlp in experts for e in range(config.num_experts)]
-    found = {
+    table = {
         "c_attn": ([f"{layer}.attn.c_attn" for layer in layers], runs["qkv"], C),
         "attn_proj": ([f"{layer}.attn.c_proj" for layer in layers], runs["stream"], C),
         "c_fc": ([f"{mlp}.c_fc" for mlp in mlps], runs["inner"], C),
         "mlp_proj": ([f"{mlp}.c_proj" for mlp in mlps], runs["stream"], F),
     }
     if share.is_first:
-        found["wte"] = ["wte"], [range(config.vocab_size)], E
+        table["wte"] = ["wte"], [range(config.vocab_size)], E
     if share.is_last and not (tied and share.is_first and share.tensor_size == 1):
-        found["lm_head"] = ["lm_head"], runs["vocab"], E
+        table["lm_head"] = ["lm_head"], runs["vocab"], E
     if config.embed_dim:
-        found |= {
-            "project_in": (["project_in"], [range(C)], E),
-            "project_out": (["project_out"], [range(E)], C),
-        }
+        table["project_in"] = ["project_in"], [range(C)], E
+        table["project_out"] = ["project_out"], [range(E)], C
     if experts:
-        found[GATE] = [f"{mlp}.gate" for mlp in experts], [range(config.num_experts)], C
+        table[GATE] = [f"{mlp}.gate" for mlp in experts], [range(config.num_experts)], C
+    return {name: LinearLayer(*row, dtype_of(name, dtype)) for name, row in table.items()}
+
+
+def norm_layers(config: Any, share: RankShare) -> dict[str, list[str]]:
+    """Return the modules of each layer norm."""
+    orders = dict.fromkeys(NORMS, range(share.n_layer)) | {"ln_2": mlp_order(config, share)}
+    found = {name: [f"h.{share.layers[i]}.{name}" for i in order] for name, order in orders.items()}
+    if config.final_norm and share.is_last:
+        found["ln_f"] = ["ln_f"]
+    if config.embed_norm and share.is_first:
+        found["ln_e"] = ["ln_e"]
     return found
 
 
@@ -313,20 +338,11 @@ def dtype_of(name: str, dtype: str) -> str:
 
 
 def params_bytes(config: Any, dtype: str, tied: bool, share: RankShare) -> int:
-    C = config.n_embd
-    linears = sum(
-        len(modules) * (_linear_bytes(n, k, dtype_of(name, dtype)) + 4 * n)
-        for name, (modules, runs, k) in linear_layers(config, tied, share).items()
-        for n in [sum(map(len, runs))]
-    )
-    num_norms = 2 * share.n_layer + config.final_norm * share.is_last + config.embed_norm * share.is_first
-    positions = C * config.n_positions if share.is_first and not config.has_alibi else 1
-    positions += share.n_head * config.has_alibi
-    return linears + 4 * (2 * C * num_norms + positions)
-
-
-def _linear_bytes(n: int, k: int, dtype: str) -> int:
-    return panel_count(n) * OUT_TILE * (padded_columns(k) * DTYPES[dtype].item_bytes + 4)
+    linears = linear_layers(config, dtype, tied, share).values()
+    num_norms = sum(map(len, norm_layers(config, share).values()))
+    positions = config.n_embd * config.n_positions if share.is_first and not config.has_alibi else 1
+    others = 2 * config.n_embd * num_norms + positions + share.n_head * config.has_alibi
+    return sum(linear.num_bytes for linear in linears) + 4 * others
 
 
 def panel_count(n: int) -> int:

@@ -45,7 +45,8 @@ def with_adapters(
 ) -> tuple[Params, np.ndarray]:
     of_slot = np.full(num_slots, -1, np.int32)
     found = {}
-    for name, (modules, _, columns) in linear_layers(config, True, params.share).items():
+    for name, layer in linear_layers(config, params.dtype, True, params.share).items():
+        modules, columns = layer.modules, layer.columns
         ranks = [len(adapter[module][0]) for adapter in adapters for module in modules if module in adapter]
         if name not in LINEARS or not ranks:
             continue

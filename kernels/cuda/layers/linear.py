@@ -9,7 +9,7 @@ not depend on its batch. Up to FUSED_TOKENS rows are normalized in each block.
 import functools
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int32, int64, uint16, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ..jit import (
     ALL_LANES,
@@ -50,13 +50,14 @@ class Norm(NamedTuple):
     epsilon: Any  # float32
 
 
-def fused_shared_bytes(num_steps: int) -> int:
-    return FUSED_TOKENS * (num_steps * STEP + SHARED_PAD) * 2
+def fused_shared_bytes(columns: int) -> int:
+    """Return what a launch of normed_linear_kernel asks for: the norm's weight and bias, then rows of 16 bits."""
+    return 8 * columns + 2 * FUSED_TOKENS * (columns + SHARED_PAD)
 
 
 def fused_block_bytes(columns: int) -> int:
-    """Return a block's shared memory in normed_linear_kernel, with its arrays of a fixed size."""
-    return fused_shared_bytes(columns // STEP) + 4 * (2 * columns + SEGMENTS * SUMS)
+    """Return a block's shared memory in normed_linear_kernel, with its array of a fixed size."""
+    return fused_shared_bytes(columns) + 4 * SEGMENTS * SUMS
 
 
 def max_octets(dtype: str) -> int:
@@ -141,9 +142,10 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
         let_next_kernel_begin()
         partials = cuda.shared.array(partials_size, float32)
         words = cuda.local.array(words_size, uint32)
-        norm_weight = shared_address(cuda.shared.array(columns, float32, alignment=16))
-        norm_bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
-        rows = shared_address(cuda.shared.array(0, uint16, alignment=16))
+        # Arrays of a fixed size have 48 KiB at most, in all.
+        norm_weight = shared_address(cuda.shared.array(0, float32, alignment=16))
+        norm_bias = norm_weight + uint32(4 * columns)
+        rows = norm_bias + uint32(4 * columns)
         values = cuda.local.array(held, float32)
         panel = int32(cuda.blockIdx.x)
         (lane, row) = _lane_and_warp()

@@ -247,8 +247,16 @@ def test_linear_layers_stay_in_registers(dtype, epilogue):
             kernel = normed_linear_kernel(dtype, columns, epilogue)
             compiled = fitting(registers, kernel, *normed_arguments(dtype, epilogue))
             assert compiled.ptx.count("mma.sync") == 4 * steps_ahead(dtype, 1, columns // 64)
-            assert compiled.shared_bytes + fused_shared_bytes(columns // 64) == fused_block_bytes(columns)
+            assert compiled.shared_bytes + fused_shared_bytes(columns) == fused_block_bytes(columns)
             assert loads_at_once(compiled.ptx) >= columns // 64
+
+
+def test_a_wide_fused_norm_is_in_shared_memory_that_a_launch_can_be_granted():
+    """Arrays of a fixed size have 48 KiB at most, of which only a driver knows."""
+    kernel = normed_linear_kernel("bfloat16", 5952, ADD)
+    compiled = compile_kernel(kernel, *normed_arguments("bfloat16", ADD))
+    assert compiled.shared_bytes <= 48 << 10
+    assert compiled.shared_bytes + fused_shared_bytes(5952) == fused_block_bytes(5952) <= 227 << 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -159,6 +159,24 @@ def test_a_kernel_that_failed_to_start_is_not_captured(device):
         device.launch(kernel, 1, 1)
 
 
+@pytest.mark.parametrize("reads_the_host", [False, True])
+def test_written_values_may_change_after_the_return(device, reads_the_host):
+    """A GPU that reads a process's memory itself copies when the stream comes to it."""
+    under_way = []
+    copy = SimpleNamespace(
+        cuMemcpyHtoDAsync=lambda *places: under_way.append(places) or (SimpleNamespace(value=0),)
+    )
+    device._driver = copy
+    device._stream = SimpleNamespace(synchronize=under_way.clear)
+    device._stream_handle = 0
+    device._reads_the_host = reads_the_host
+    target = SimpleNamespace(
+        dtype=np.dtype(np.int32), size=2, device_ctypes_pointer=SimpleNamespace(value=4096)
+    )
+    device.write(target, np.zeros(2, np.int32))
+    assert len(under_way) == (not reads_the_host)
+
+
 @pytest.mark.toolchain
 def test_a_cached_kernel_has_the_constants_of_numbers(monkeypatch):
     monkeypatch.setattr(jit, "fingerprint", lambda sources, build, *others: others)

@@ -154,7 +154,7 @@ def test_the_fused_layer_norm_gives_the_same_bits(dtype, count, columns):
     run_linear(apart, normed, weights, layer, 19, count, dtype, 1, ADD)
     norm = Norm(*arguments, np.float32(1e-5))
     kernel = normed_linear_kernel(dtype, columns, ADD)
-    shared = fused_shared_bytes(weights.num_steps)
+    shared = fused_shared_bytes(columns)
     grid = weights.num_panels
     simulate(kernel, grid, LINEAR_THREADS, fused, norm, weights, layer, 19, sizes, 0, shared_bytes=shared)
     assert (apart == fused).all()
