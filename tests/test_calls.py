@@ -1,12 +1,11 @@
 """Calls of the library that take no step, and command lines as they are read, as `tests/data/calls.txt` has them.
 
-`python tests/test_calls.py` records the answers again after a deliberate change, and shows them to git.
+After a deliberate change, `python tests/record.py` records the answers again.
 """
 
 import argparse
 import pickle
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,12 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-
 from support.gate import Gate
 from support.golden_models import write_small_demo
-from support.paths import ROOT, VOCAB_SIZE
+from support.paths import HOW_TO_RECORD, ROOT, VOCAB_SIZE
 from support.sampling import halve, sequence_of
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, Edit, RemoteLLM, SamplingParams, wire
@@ -149,7 +145,7 @@ CALLS = dict(calls())
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:60])
 def test_an_answer_is_the_one_on_record(names, call):
-    assert answer_of(call, names) == CALLS[call]
+    assert answer_of(call, names) == CALLS[call], HOW_TO_RECORD
 
 
 @pytest.mark.parametrize("way", ["SamplingParams", "kept"])

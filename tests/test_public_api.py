@@ -1,6 +1,6 @@
 """The public names, signatures, flags, record fields and exit codes equal those written in public_api.txt.
 
-After a deliberate change: `python tests/test_public_api.py > tests/public_api.txt`; the diff shows what users notice.
+After a deliberate change, `python tests/record.py` writes it again; the diff shows what users notice.
 """
 
 import contextlib
@@ -18,14 +18,13 @@ from typing import Any
 
 import pytest
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import tinygpt
+from support.paths import HOW_TO_RECORD
 from tinygpt import aliases, errors, outputs, sampling_params
 from tinygpt.__main__ import main
 from tinygpt.cli.main import COMMANDS
 
+RECORD = Path(__file__).with_name("public_api.txt")
 TEXT = "Once upon a time there was a king."
 RECORDS = {
     "generate --json": "generate Once --max-tokens 1 --json --device reference",
@@ -180,11 +179,10 @@ def describe() -> str:
 
 
 def test_the_public_api_is_the_one_on_record():
-    expected = Path(__file__).with_name("public_api.txt").read_text(encoding="utf-8")
-    assert describe().splitlines() == expected.splitlines()
+    assert describe().splitlines() == RECORD.read_text(encoding="utf-8").splitlines(), HOW_TO_RECORD
 
 
 if __name__ == "__main__":
-    print(describe(), end="")
+    RECORD.write_text(describe(), encoding="utf-8")
 elif not sys.platform.startswith("linux"):
     pytest.skip("/dev/full and messages are those of Linux", allow_module_level=True)

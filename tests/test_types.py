@@ -1,6 +1,5 @@
 """Type checkers see the public names: right uses pass, and each wrong one is an error."""
 
-import ast
 import json
 import os
 import subprocess
@@ -8,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from record import KEYWORDS, PARAMS, annotated
 
 import tinygpt
-from support.paths import ROOT
+from support.paths import HOW_TO_RECORD, ROOT
 
 USES = """
 from collections.abc import Iterator
@@ -88,19 +88,9 @@ def test_a_type_checker_sees_the_public_names(checker, tmp_path):
     assert checker(file) == {i for i, line in enumerate(USES.splitlines(), 1) if line.endswith("# wrong")}
 
 
-def annotated(file: str, name: str) -> list[str]:
-    body = ast.parse((ROOT / "tinygpt" / file).read_text(encoding="utf-8")).body
-    [found] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
-    return [
-        f"{ast.unparse(each.target)}: {ast.unparse(each.annotation)}"
-        for each in found.body
-        if isinstance(each, ast.AnnAssign)
-    ]
-
-
 def test_the_keywords_are_the_fields():
-    keywords = annotated("sampling_keywords.py", "SamplingKeywords")
-    assert keywords == annotated("sampling_params.py", "SamplingParams")
+    keywords = annotated(KEYWORDS, "SamplingKeywords")
+    assert keywords == annotated(PARAMS, "SamplingParams"), HOW_TO_RECORD
 
 
 def test_tab_completes_the_public_names():

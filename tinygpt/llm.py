@@ -232,7 +232,9 @@ class LLM(Front[RequestFuture], LookMethods):
                 "this model has no head that classifies: give a GPT2ForSequenceClassification or "
                 "GPT2ForTokenClassification, not converted."
             )
-        return self._reading_requests("classes", prompts, LAST_HIDDEN_STATE, self._classifier.label)
+        return self._reading_requests(
+            "classes", prompt_list(prompts), LAST_HIDDEN_STATE, self._classifier.label
+        )
 
     def score(
         self,

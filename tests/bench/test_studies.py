@@ -1,6 +1,6 @@
 """The published studies: counts, tables and published figures, never how long anything took.
 
-`PYTHONPATH=.:tests python tests/bench/test_studies.py` records their pages again.
+After a deliberate change, `python tests/record.py` records their pages again.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from support.gate import noting
-from support.paths import ROOT
+from support.paths import HOW_TO_RECORD, ROOT
 from tinygpt import LLM
 from tinygpt.bench import studies, sweep
 from tinygpt.bench.measure import random_prompts
@@ -87,7 +87,7 @@ def test_small_is_less_of_the_same_study():
 
 def test_whole_studies_are_those_on_record():
     """With the published figures, and ours of 1 and 2 seconds."""
-    assert pages() == RECORD.read_text(encoding="utf-8")
+    assert pages() == RECORD.read_text(encoding="utf-8"), HOW_TO_RECORD
 
 
 def pages() -> str:

@@ -1,6 +1,6 @@
 """Command lines with their exit code and all that they print, as `tests/data/cli.txt` has them.
 
-`python tests/cli/test_snapshots.py` records the answers again after a deliberate change, and shows them to git.
+After a deliberate change, `python tests/record.py` records the answers again.
 """
 
 import contextlib
@@ -16,13 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
-
 from support import foreign, tiny_checkpoint
 from support.gguf_writer import gguf_bytes
 from support.golden_models import write_small_demo
-from support.paths import ROOT, VOCAB_SIZE
+from support.paths import HOW_TO_RECORD, ROOT, VOCAB_SIZE
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.weights import open as checkpoints
@@ -150,7 +147,7 @@ def test_an_answer_is_the_one_on_record(session):
     """A command that is refused changes no file."""
     before = contents()
     answer = answer_of(session.command)
-    assert answer == session.answer
+    assert answer == session.answer, HOW_TO_RECORD
     assert "exit 2" not in answer or contents() == before
 
 

@@ -6,6 +6,7 @@ from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.files import read_json_object
 
 ROOT = Path(__file__).resolve().parents[2]
+HOW_TO_RECORD = "after a deliberate change: python tests/record.py"
 DEMO = ROOT / "weights" / "demo"
 DATA = (
     ROOT.parent / "shared" / "data"

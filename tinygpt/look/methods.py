@@ -176,13 +176,16 @@ class LookMethods:
             raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
         pool = POOLINGS[pooling]
         return self._reading_requests(
-            "embeddings", prompts, LAST_HIDDEN_STATE, lambda activations: pool(activations[LAST_HIDDEN_STATE])
+            "embeddings",
+            prompt_list(prompts),
+            LAST_HIDDEN_STATE,
+            lambda activations: pool(activations[LAST_HIDDEN_STATE]),
         )
 
     def _reading_requests(
         self,
         what: str,
-        prompts: Prompts,
+        prompts: list,
         names: "Names",
         result_of: "Callable[[Activations], Any] | None" = None,
     ) -> "list[Request]":
@@ -191,7 +194,7 @@ class LookMethods:
         what: the result, such as "embeddings".
         """
         self.engine.check_open()
-        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompt_list(prompts)]
+        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompts]
         return [
             self._inputs.reading_request(ids, self._inputs.captures_of(names, ids), result_of)
             for ids in ids_of_prompts
