@@ -25,7 +25,7 @@ class Gate:
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         return 1
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, *look: Any) -> Any:
         with self._changed:
             self.num_asked += 1
             self._changed.notify_all()
@@ -33,7 +33,7 @@ class Gate:
                 "no step was allowed"
             )
             self.num_taken += 1
-        return self._runner.forward(batch)
+        return self._runner.forward(batch, *look)
 
     def allow(self, count: float) -> None:
         with self._changed:

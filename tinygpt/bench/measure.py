@@ -87,12 +87,12 @@ class TimedRunner:
     def seconds(self, kind: str) -> float:
         return sum(self._meter.seconds(first, last) for kinds, first, last in self._spans if kind in kinds)
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, *look: Any) -> Any:
         self.num_steps += 1
         if any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running):
             self.num_prompt_steps += 1
-            return self._timed((PROMPT,), self._runner.forward, batch)
-        return self._timed(self._decoding(batch, 1), self._runner.forward, batch)
+            return self._timed((PROMPT,), self._runner.forward, batch, *look)
+        return self._timed(self._decoding(batch, 1), self._runner.forward, batch, *look)
 
     def multi_step(self, batch: Any, warpers: Any, seeds: Any, indices: Any, steps: int, ends: Any) -> Any:
         self.num_steps += steps
