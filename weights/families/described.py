@@ -209,6 +209,9 @@ class Model:
         }
         return sizes | ({"n_head": self.heads} if self.heads else {})
 
+    def has_biases(self, config: ModelConfig) -> bool:
+        return any(self.has_any(name) for name in parameter_shapes(config) if name.endswith(".bias"))
+
     def rules(
         self, config: ModelConfig, has_biases: bool | None, is_by_width: bool = False
     ) -> dict[str, TensorRule]:
@@ -220,21 +223,12 @@ class Model:
             raise self.source.error(
                 f"has {self.n_layer} layers, from h.0 on, and {config.n_layer} by its settings."
             )
-        kind = self.description.kind
         shapes = parameter_shapes(config)
-        biases = {name for name in shapes if name.endswith(".bias")}
-        with_bias = {kind(name) for name in biases if has_biases or self.has_any(name)}
-        # nanoGPT's norms and matrices have biases, or none has.
-        is_nanogpts = not self.description.unlike and "model_args" in self.source.container.metadata
-        if _NORM not in with_bias and has_biases is None and (with_bias or not is_nanogpts):
-            raise self.source.error(
-                "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
-                f"write {self.source.folder / 'config.json'} with bias, false."
-            )
+        with_bias = self._kinds_with_biases(shapes, has_biases)
         rules = {}
         for parameter, shape in shapes.items():
             names = self.names(parameter)
-            if parameter in biases and kind(parameter) not in with_bias:
+            if parameter.endswith(".bias") and self.description.kind(parameter) not in with_bias:
                 rules[parameter] = NO_BIAS
             elif names:
                 transform = self._joined(parameter, names, shape)
@@ -251,6 +245,17 @@ class Model:
         if twice := [name for name, times in uses.items() if times > 1]:
             raise self.source.error(f"is described by {listed(twice)} more than once.")
         return rules
+
+    def _kinds_with_biases(self, parameters: Iterable[str], has_biases: bool | None) -> set[str]:
+        """Raise CheckpointError for layer norms without biases, unless the files say that there are none."""
+        biases = [name for name in parameters if name.endswith(".bias")]
+        kinds = {self.description.kind(name) for name in biases if has_biases or self.has_any(name)}
+        if has_biases is None and _NORM not in kinds:
+            raise self.source.error(
+                "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
+                f"write {self.source.folder / 'config.json'} with bias, false."
+            )
+        return kinds
 
     def _joined(self, parameter: str, names: tuple[str, ...], shape: Shape) -> Transform:
         """Raise CheckpointError if neither the description nor a shape tells rows from columns."""
