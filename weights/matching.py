@@ -11,7 +11,7 @@ from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
 from .errors import CheckpointError, listed, of_any_layer
-from .families.family import Family, NamedTensor, Source, TensorRule, matches
+from .families.family import Family, NamedTensor, Source, TensorRule, matches, num_parts
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor
@@ -94,7 +94,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     the matrix under either name, and a head that differs from the embedding is used whatever config.json says.
     """
     tensors = list(family.named(source))
-    found = _Found(family, tensors, family.parts(source))
+    found = _Found(family, tensors)
     rules = dict(family.rules(source, config))
     if config.tie_word_embeddings and HEAD in rules:
         if not found.has(rules[HEAD].sources):
@@ -135,8 +135,8 @@ def by_own_names(source: Source) -> Source:
 class _Found:
     """The tensors that are not ignored, by their names in the family's rules and by parts."""
 
-    def __init__(self, family: Family, tensors: list[NamedTensor], parts: int):
-        self.parts = parts
+    def __init__(self, family: Family, tensors: list[NamedTensor]):
+        self.num_parts = num_parts(tensors)
         self.twice: list[NamedTensor] = []
         self.tensors: dict[str, dict[int, NamedTensor]] = {}
         for one in tensors:
@@ -200,7 +200,7 @@ class _Found:
 
     def _parts_of(self, rule: TensorRule) -> range:
         """Return all parts of a divided parameter; of others, each part has a copy."""
-        return range(self.parts if rule.transform.axis is not None else 1)
+        return range(self.num_parts if rule.transform.axis is not None else 1)
 
 
 def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:

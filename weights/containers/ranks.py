@@ -8,8 +8,10 @@ import configparser
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, shown
 from ..files import check_inside, open_regular, read_regular_text
@@ -46,6 +48,14 @@ class Member:
             with open_regular(self.path) as file:
                 file.seek(self.part.start)
                 return file.read(len(self.part)).decode()
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that a setting's text is, as YAML takes 1e-5 for a text, or other values as they are."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def rank_folders(folder: Path) -> list[Path]:

@@ -56,6 +56,11 @@ class NamedTensor:
     part: int = 0
 
 
+def num_parts(tensors: Iterable[NamedTensor]) -> int:
+    """Return in how many parts divided tensors are."""
+    return 1 + max((named.part for named in tensors), default=0)
+
+
 def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTensor]:
     return (NamedTensor(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
 
@@ -201,9 +206,9 @@ class Family:
 
     name, described_by: of the model and the place of its configuration, for messages. config: raises one
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
-    ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
-    out. advice: for an error of matching. tokenizer: in the weights' files. chat_options: of
-    a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
+    ignored: patterns of known, unused names. quirks: what loading evens out. advice: for an error of matching.
+    tokenizer: in the weights' files. chat_options: of a Checkpoint. layout: transformers'.
+    finish: folds tensors that are no parameters into parameters.
     """
 
     name: str
@@ -213,7 +218,6 @@ class Family:
     detect: Callable[[Source], bool] = lambda source: True
     named: Callable[[Source], Iterable[NamedTensor]] = as_named
     ignored: tuple[str, ...] = ()
-    parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""
     tokenizer: Callable[[Source], StoredTokenizer | None] = lambda source: None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
-from ..containers.ranks import NEMO_CONFIG, RANK
+from ..containers.ranks import NEMO_CONFIG, RANK, number_of
 from ..containers.torch import fields_of
 from ..errors import listed, shown
 from ..files import StoredTokenizer, read_json, read_yaml_object
@@ -25,6 +25,7 @@ from .family import (
     TensorRule,
     as_is,
     config_of_parts,
+    num_parts,
     qkv_by_heads,
     split_name,
 )
@@ -95,10 +96,6 @@ def name_of(name: str, first: int) -> str:
     return f"layers.{first + int(layer[1])}.{rest}"
 
 
-def parts_of(source: Source) -> int:
-    return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
-
-
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
 _ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
 # Settings that change the arithmetic, and their allowed values.
@@ -163,13 +160,14 @@ def config_of(
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
     """inner: the tensor that shows an MLP's width."""
-    n = parts_of(source)
+    tensors = list(tensors)
+    n = num_parts(tensors)
     seen = Shapes(source, tensors).sizes(NAMES.of(EMBEDDING), NAMES.of(POSITIONS), (inner, 0), r"layers\.")
     seen = {name: size * n if name in ("vocab_size", "n_inner") else size for name, size in seen.items()}
     seen["tie_word_embeddings"] = not settings.get("untie_embeddings_and_output_weights", False)
     # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
     given = {
-        ours: _number(value)
+        ours: number_of(value)
         for theirs, ours in _SIZES.items()
         if (value := settings.get(theirs)) is not None
         and not (isinstance(value, str) and value.startswith("${"))
@@ -181,14 +179,6 @@ def config_of(
     if config.n_head % n:
         raise source.error(f"has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
     return config
-
-
-def _number(value: Any) -> Any:
-    """Return the number of a text, as YAML takes 1e-5 for one."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _activation_of(settings: Mapping[str, Any]) -> str:
@@ -315,7 +305,6 @@ FAMILY = Family(
     rules=_rules,
     named=named,
     ignored=(f"{BESIDE}.*", ".*_extra_state"),
-    parts=parts_of,
     quirks=_quirks,
     tokenizer=_tokenizer,
     advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",
