@@ -91,7 +91,7 @@ def _given_source(path: str | os.PathLike[str]) -> str:
         raise RequestError(reason, "chat_template", path) from None
 
 
-class Marks:
+class SpelledTokenGuard:
     """Tells the template's special tokens from special tokens that a message spells, which stay plain text.
 
     A message that could write special tokens could speak in another role's name. `guard` inserts a random sign into
@@ -178,17 +178,17 @@ def chat_ids(
         raise RequestError(
             "is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages"
         )
-    marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
+    token_guard = SpelledTokenGuard(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     try:
-        options = marks.guard(options) | {"add_generation_prompt": add_generation_prompt}
-        guarded = [{**marks.guard(dict(each)), "role": each["role"]} for each in messages]
+        options = token_guard.guard(options) | {"add_generation_prompt": add_generation_prompt}
+        guarded = [{**token_guard.guard(dict(each)), "role": each["role"]} for each in messages]
     except RecursionError:
         raise RequestError("is nested too deeply.", "chat_template_kwargs") from None
     text = template.render(guarded, options)
     if len(text) > MAX_CHARACTERS:
         most = f"at most {MAX_CHARACTERS} are taken"
         raise RequestError(f"is too long: the prompt would have {len(text)} characters; {most}.", "messages")
-    return marks.encode(text, tokenizer.encode)
+    return token_guard.encode(text, tokenizer.encode)
 
 
 def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
