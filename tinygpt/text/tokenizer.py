@@ -238,16 +238,16 @@ class Tokenizer(TextEncoder):
         """
         stream = self.detokenizer()
         left = self.decode(token_ids) if text is None else text
-        found = []
+        pieces = []
         for i, token_id in enumerate(token_ids, 1):
             piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
             if token_id in self.special_ids:
                 held, name, _ = left.partition(self.decode([token_id]))  # held: half a character before it
                 if name and not held.strip("\ufffd"):
                     piece, stream = held + name, self.detokenizer()
-            found.append(left[: len(piece)])  # a stop string cuts the text
+            pieces.append(left[: len(piece)])  # a stop string cuts the text
             left = left[len(piece) :]
-        return found
+        return pieces
 
     def detokenizer(self) -> Detokenizer:
         """Return a new stream: `push` ids, then `finish`."""

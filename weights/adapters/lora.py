@@ -174,8 +174,8 @@ def _changed(
             tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names)
         )
     if not updates.keys().isdisjoint(names):
-        found = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
-        tensor = LazyTensor(iadd, (rule.transform.of(tuple(found)), tensor))
+        update_parts = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
+        tensor = LazyTensor(iadd, (rule.transform.of(tuple(update_parts)), tensor))
     return tensor
 
 

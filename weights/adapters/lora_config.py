@@ -125,8 +125,8 @@ class LoraConfig:
         return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
 
     def _first_match(self, values: dict[str, Any], module: str, default: Any) -> Any:
-        found = (value for key, value in values.items() if self._matches(rf"(.*\.)?({key})$", module))
-        return next(found, default)
+        matching = (value for key, value in values.items() if self._matches(rf"(.*\.)?({key})$", module))
+        return next(matching, default)
 
     def _matches(self, pattern: str, name: str) -> bool:
         try:

@@ -165,8 +165,8 @@ _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 def split_name(parameter: str) -> tuple[str | None, str, str]:
     """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
-    found = _PARAMETER.fullmatch(parameter)
-    return found.groups() if found else (None, *parameter.rsplit(".", 1))
+    in_layer = _PARAMETER.fullmatch(parameter)
+    return in_layer.groups() if in_layer else (None, *parameter.rsplit(".", 1))
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,9 @@ class Shapes:
     def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
         """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
         numbers = [
-            int(found[1]) for name in self._shapes if (found := re.match(rf"{layer}(\d{{1,9}})[./]", name))
+            int(in_layer[1])
+            for name in self._shapes
+            if (in_layer := re.match(rf"{layer}(\d{{1,9}})[./]", name))
         ]
         return {
             "vocab_size": self.size(embedding, 0),

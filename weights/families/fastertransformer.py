@@ -92,8 +92,8 @@ def _settings(source: Source) -> dict[str, str]:
 
 def _named(source: Source) -> Iterable[NamedTensor]:
     for name, tensor in source.container.tensors.items():
-        found = _GPU.fullmatch(name)
-        own, part = (found[1], int(found[2])) if found else (name, 0)
+        of_gpu = _GPU.fullmatch(name)
+        own, part = (of_gpu[1], int(of_gpu[2])) if of_gpu else (name, 0)
         if _EXPERTS not in own:
             yield NamedTensor(own, name, tensor, part)
             continue
@@ -142,15 +142,15 @@ def _config(source: Source) -> ModelConfig:
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     structure, wrong = {}, []
-    found = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
-    found = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in found.items()}
+    switches = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
+    switches = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in switches.items()}
     for name, (usual, other, fields) in _ARITHMETIC.items():
-        if found[name] == other:
+        if switches[name] == other:
             structure |= fields
-        elif found[name] != usual:
+        elif switches[name] != usual:
             wrong.append(name)
-    has_bias = found["use_attention_linear_bias"] == "true"
-    if has_bias != (found["has_positional_encoding"] == "false"):
+    has_bias = switches["use_attention_linear_bias"] == "true"
+    if has_bias != (switches["has_positional_encoding"] == "false"):
         wrong += ["has_positional_encoding", "use_attention_linear_bias"]
     # BLOOM's residual from after its layer norm is not implemented.
     if has_bias and "norm_placement" in structure:
@@ -213,9 +213,9 @@ def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
     settings = source.container.metadata
-    given = number_of(_settings(source).get("inter_size"))
-    quirks = [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
-    quirks = [] if given == config.n_inner else quirks
+    inter_size = number_of(_settings(source).get("inter_size"))
+    quirks = [f"inter_size is {inter_size} in config.ini and {config.n_inner} in the files"]
+    quirks = [] if inter_size == config.n_inner else quirks
     if config.expert_layers:
         quirks.append(f"each token has 1 of {config.num_experts} experts; biases of their outputs are added")
     modes = {section.get("int8_mode", "0") for section in settings.values()} - {"0"}

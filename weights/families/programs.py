@@ -91,7 +91,9 @@ def _settings(source: Source) -> dict[str, Any]:
 
 def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
     """Raise CheckpointError if config.json does not say what no shape shows."""
-    asked = [about for name, about in _ASKED.items() if source.model_type != "gpt2" and not beside.get(name)]
+    asked = [
+        sentence for name, sentence in _ASKED.items() if source.model_type != "gpt2" and not beside.get(name)
+    ]
     if has_heads and not is_bool(beside.get(BY_WIDTH)):
         asked.append(
             f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"

@@ -438,10 +438,8 @@ MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOG
 
 def model_type_of(fields: Mapping[str, Any]) -> ModelType:
     """Raise CheckpointError if the model_type of a config.json is not in the table."""
-    found = fields.get("model_type")
-    if isinstance(found, str) and found in MODEL_TYPES:
-        return MODEL_TYPES[found]
+    name = fields.get("model_type")
+    if isinstance(name, str) and name in MODEL_TYPES:
+        return MODEL_TYPES[name]
     allowed = ", ".join(map(repr, ("gpt2", *MODEL_TYPES)))
-    raise CheckpointError(
-        f"config.json cannot be used: model_type is {found!r} and must be one of {allowed}."
-    )
+    raise CheckpointError(f"config.json cannot be used: model_type is {name!r} and must be one of {allowed}.")
