@@ -12,7 +12,21 @@ from typing import Any
 import numpy as np
 
 from ..config import ACTIVATIONS, STRUCTURE, ModelConfig, is_transposed
-from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
+from ..errors import (
+    BOOLEAN,
+    LARGEST,
+    TOKEN_ID,
+    CheckpointError,
+    Checks,
+    is_number,
+    is_whole,
+    one_of,
+    only,
+    or_null,
+    shown,
+    size_to,
+    wrong_fields,
+)
 from ..files import StoredTokenizer, read_json_object
 from ..tensor import Container, LazyTensor, StoredTensor, Tensor, zeros
 
@@ -274,32 +288,12 @@ def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
 
 
-def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
-    shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
-    return lambda value: value is None or value == allowed, f"{shown}, because {because}"
-
-
-def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}"
-
-
-def size_to(most: int, least: int = 1) -> tuple[Callable[[Any], bool], str]:
-    """Return the check of a size: beyond `most`, config.json is damaged or an attack on memory."""
-    return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
-
-
-def or_null(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value is None or check[0](value), f"{check[1]}, or null"
-
-
 def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
     if isinstance(token_ids, list):
         return tuple(token_ids)
     return () if token_ids is None else (token_ids,)
 
 
-BOOLEAN = (is_bool, "true or false")
-LARGEST = 2**31 - 1
 # As in transformers, token ids outside the vocabulary are allowed: they are never produced.
 CHECKS: Checks = {
     "quantization_config": only(None, "quantized checkpoints are not implemented"),
@@ -315,7 +309,7 @@ CHECKS: Checks = {
         lambda value: is_number(value) and 0 <= value <= sys.float_info.max,
         "a number from 0 up",
     ),
-    "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+    "bos_token_id": TOKEN_ID,
     "eos_token_id": (
         lambda value: all(map(is_whole, _as_tuple(value))),
         "a token id, a list of token ids or null",

@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
-from ..errors import CheckpointError, Checks, is_whole
-from ..tensor import ones, zeros
-from .family import (
+from ..errors import (
     BOOLEAN,
     LARGEST,
+    TOKEN_ID,
+    CheckpointError,
+    Checks,
+    is_whole,
+    one_of,
+    only,
+    or_null,
+    size_to,
+)
+from ..tensor import ones, zeros
+from .family import (
     NO_BIAS,
     NONE,
     Family,
@@ -25,13 +34,9 @@ from .family import (
     as_is,
     checked_config,
     named_by,
-    one_of,
-    only,
-    or_null,
     qkv_by_heads,
     renamed,
     rule_in_out,
-    size_to,
     written_config,
 )
 from .gpt2 import ALIASES, IGNORED
@@ -392,7 +397,7 @@ XGLM = ModelType(
     checks={
         "scale_embedding": BOOLEAN,
         "add_cross_attention": only(False, "cross-attention is not implemented"),
-        "pad_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+        "pad_token_id": TOKEN_ID,
         "d_model": size_to(LARGEST, least=4),  # of which sinusoids are made
         "max_position_embeddings": size_to(MAX_POSITIONS),
     },
