@@ -27,11 +27,11 @@ PREFIX = "base_model.model."  # PEFT's wrapper of the model
 
 @dataclass(frozen=True)
 class Model:
-    """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
+    """A model by the tensors of transformers' files."""
 
     layout: Layout
-    rules: Mapping[str, TensorRule]
-    parts: dict[str, LayoutPart]
+    rules: Mapping[str, TensorRule]  # by parameter
+    parts: dict[str, LayoutPart]  # by tensors' names without wrappers
 
     def is_embedding(self, name: str) -> bool:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
@@ -47,12 +47,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Extras:
-    """By names of tensors, names in the adapter's file. shifts: with a scale; rows: with token ids; wanted: shapes."""
+    """Names in the adapter's file of all but factors, by names of the model's tensors."""
 
-    magnitudes: dict[str, str] = field(default_factory=dict)
-    shifts: dict[str, tuple[str, float]] = field(default_factory=dict)
-    rows: dict[str, tuple[Sequence[int], str]] = field(default_factory=dict)
-    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    magnitudes: dict[str, str] = field(default_factory=dict)  # (out,)
+    shifts: dict[str, tuple[str, float]] = field(default_factory=dict)  # (out,), and a scale
+    rows: dict[str, tuple[Sequence[int], str]] = field(
+        default_factory=dict
+    )  # token ids of N rows, and (N, E)
+    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes, by names in the file
 
 
 def extras_of(

@@ -43,18 +43,14 @@ MAX_RANK = 1024  # of an adapter that is not merged
 
 @dataclass(frozen=True)
 class _Contents:
-    """An adapter's tensors, by the names of the model's.
+    """An adapter's tensors, by names of the model's."""
 
-    factors: A (r, in), B (out, r) and scale. replaced: trained as a whole. saved: those of modules_to_save.
-    ignored: names in the adapter's file. stored: all tensors, by their names in the adapter's file.
-    """
-
-    factors: dict[str, tuple[Tensor, Tensor, float]]
-    replaced: dict[str, Tensor]
-    saved: frozenset[str]
-    ignored: tuple[str, ...]
+    factors: dict[str, tuple[Tensor, Tensor, float]]  # A (r, in), B (out, r) and scale
+    replaced: dict[str, Tensor]  # trained as a whole
+    saved: frozenset[str]  # of modules_to_save
+    ignored: tuple[str, ...]  # by names in the adapter's file
     extras: Extras
-    stored: Mapping[str, Tensor]
+    stored: Mapping[str, Tensor]  # all tensors, by names in the adapter's file
 
 
 def merge_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Checkpoint:

@@ -53,8 +53,17 @@ class Source:
         return self.json("config.json")
 
     @property
+    def beside(self) -> dict[str, Any]:
+        """The fields of a config.json next to the file."""
+        return self.config_json or {}
+
+    @property
+    def generation_json(self) -> dict[str, Any] | None:
+        return self.json("generation_config.json")
+
+    @property
     def model_type(self) -> Any:
-        return (self.config_json or {}).get("model_type")
+        return self.beside.get("model_type")
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path} {text}")
@@ -336,7 +345,7 @@ def config_of_parts(
     """
     V = {**seen, **said}.get("vocab_size")
     end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
-    beside = {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
+    beside = {name: value for name, value in source.beside.items() if name in UNSEEN}
     values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
     if values.get("n_head") is None:
         width = values.get("n_embd")
@@ -354,7 +363,7 @@ def config_of_parts(
 
 def refuse_other_heads(source: Source, n_head: Any) -> None:
     """Raise CheckpointError if the files' n_head is not that of a config.json: shapes fit either."""
-    if (beside := (source.config_json or {}).get("n_head")) not in (None, n_head):
+    if (beside := source.beside.get("n_head")) not in (None, n_head):
         raise source.error(
             f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one."
         )

@@ -95,7 +95,7 @@ def _is_gguf_tokenizer(keys: Mapping[str, Any]) -> bool:
 
 
 def gguf_tokenizer(keys: Mapping[str, Any], path: Path) -> StoredTokenizer:
-    """about: keys after "tokenizer.ggml.". Raise CheckpointError."""
+    """keys: those after "tokenizer.ggml.". Raise CheckpointError."""
     if not _is_gguf_tokenizer(keys):
         raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
     if keys.get("model") != "gpt2" or keys.get("pre", "default") not in ("gpt-2", "default", "bloom"):

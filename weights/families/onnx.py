@@ -84,13 +84,13 @@ def _config(source: Source) -> ModelConfig:
     _refuse(source, source.container.graph)
     said = _seen(source)
     if source.model_type == "gpt2":  # exporters copy it from the model
-        config = model_config(source.config_json or {}, source.json("generation_config.json"))
+        config = model_config(source.beside, source.generation_json)
         refuse_other_heads(source, said.get("n_head", config.n_head))
         return config
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
     seen = shapes.sizes(embedding, "wpe.weight", ("h.0.mlp.c_fc.bias", 0), r"h\.")
-    if "activation_function" not in {**(source.config_json or {}), **said}:
+    if "activation_function" not in {**source.beside, **said}:
         raise source.error(
             "computes its activation in a way that is not known: write a config.json beside it, such as "
             '{"activation_function": "gelu_new"}.'
@@ -173,7 +173,7 @@ def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    if "layer_norm_epsilon" in {**(source.config_json or {}), **_seen(source)}:
+    if "layer_norm_epsilon" in {**source.beside, **_seen(source)}:
         return []
     return [f"layer_norm_epsilon is {config.layer_norm_epsilon}, as the graph does not show it"]
 

@@ -89,12 +89,14 @@ def _settings(source: Source) -> dict[str, Any]:
     return config.state if is_build_nanogpts else _arguments(source)
 
 
-def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
+def _ask(source: Source, has_heads: bool) -> None:
     """Raise CheckpointError if config.json does not say what no shape shows."""
     asked = [
-        sentence for name, sentence in _ASKED.items() if source.model_type != "gpt2" and not beside.get(name)
+        sentence
+        for name, sentence in _ASKED.items()
+        if source.model_type != "gpt2" and not source.beside.get(name)
     ]
-    if has_heads and not is_bool(beside.get(BY_WIDTH)):
+    if has_heads and not is_bool(source.beside.get(BY_WIDTH)):
         asked.append(
             f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"
         )
@@ -104,7 +106,7 @@ def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
 
 
 def _is_by_width(source: Source) -> bool:
-    return (source.config_json or {}).get(BY_WIDTH) is True
+    return source.beside.get(BY_WIDTH) is True
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,14 @@ class Program:
         return len(shape) == 2 and shape[0] == 3 * shape[1]
 
     def config(self, source: Source) -> ModelConfig:
-        beside = source.config_json or {}
         sizes = Model(self.description, source).sizes()
         if self.is_tied:
             sizes["tie_word_embeddings"] = True
         if self.activation is None:
-            _ask(source, beside, has_heads="n_head" in sizes)
+            _ask(source, has_heads="n_head" in sizes)
             if source.model_type == "gpt2":
                 return _config_of_transformers(source, sizes)
-        mingpts = fields_of(beside.get("model"))
+        mingpts = fields_of(source.beside.get("model"))
         heads = mingpts.get("n_head") or _MINGPT_HEADS.get(str(mingpts.get("model_type")))
         guessed = {"n_head": heads, "activation_function": self.activation}
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
@@ -168,7 +169,7 @@ class Program:
 
     def rules(self, source: Source, config: ModelConfig) -> dict[str, TensorRule]:
         model = Model(self.description, source)
-        has_biases = {**(source.config_json or {}), **_settings(source)}.get("bias")
+        has_biases = {**source.beside, **_settings(source)}.get("bias")
         if not is_bool(has_biases):
             has_none = self.has_all_biases_or_none and not model.has_biases(config)
             has_biases = False if has_none else None
@@ -190,7 +191,7 @@ class Program:
 
 def _config_of_transformers(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
     """Raise CheckpointError if a matrix of each head shows another number of them."""
-    config = model_config(source.config_json or {}, source.json("generation_config.json"))
+    config = model_config(source.beside, source.generation_json)
     heads = sizes.get("n_head", config.n_head)
     if heads != config.n_head:
         raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")

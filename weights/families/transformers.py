@@ -107,10 +107,8 @@ class ModelType:
         return Family(
             name=self.family_name,
             described_by="config.json",
-            config=lambda source: self.model_config(
-                source.config_json or {}, source.json("generation_config.json")
-            ),
-            rules=lambda source, config: self.rules(config, source.config_json or {}),
+            config=lambda source: self.model_config(source.beside, source.generation_json),
+            rules=lambda source, config: self.rules(config, source.beside),
             named=partial(named_by, self._short_name),
             ignored=self.ignored,
             quirks=lambda source, config: self.quirks,
