@@ -192,10 +192,10 @@ def open_packed(path: Path) -> Checkpoint:
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
     checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
-    about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
+    header = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
     entries = {name: Entry(STORED[a.dtype.name], a.shape, partial(np.asarray, a)) for name, a in ordered}
-    write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
+    write_tensors(path, entries, {name: str(value) for name, value in header.items()}, BOUNDARY)
     return path
 
 

@@ -162,7 +162,7 @@ class ModelConfig:
         return (*slopes, *(2.0 ** (-4 * (2 * head + 1) / power) for head in range(self.n_head - power)))
 
 
-_NAMES = [each.name for each in fields(ModelConfig)]
+_NAMES = [field.name for field in fields(ModelConfig)]
 STRUCTURE = _NAMES[_NAMES.index("norm_placement") :]
 EMBEDDING = "wte.weight"
 POSITIONS = "wpe.weight"

@@ -1,7 +1,7 @@
 """Errors of checkpoints, checks of fields in their files, and the words of messages."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,10 @@ MAX_NAMED, MAX_SHOWN = 8, 200  # names, characters
 NAMED = 12  # entries of a folder
 # The number of a layer: h.3.ln_1, layers.3.mlp, blk.3.attn_qkv, model/h3/attn.
 _LAYER = re.compile(r"\b(h\.|layers\.|blk\.|h)\d+(?=[./])")
-# By field, a test of its value, and the allowed values in words.
-Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
+# A test of a field's value, and the allowed values in words.
+Check = tuple[Callable[[Any], bool], str]
+Checks = Mapping[str, Check]
+LARGEST = 2**31 - 1
 
 
 def wrong_fields(values: Mapping[str, Any], checks: Checks) -> list[str]:
@@ -68,6 +70,28 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return is_whole(value) or isinstance(value, float)
+
+
+def only(allowed: Any, because: str) -> Check:
+    written = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
+    return lambda value: value is None or value == allowed, f"{written}, because {because}"
+
+
+def one_of(allowed: Collection[str]) -> Check:
+    return lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}"
+
+
+def size_to(most: int, least: int = 1) -> Check:
+    """Return the check of a size: beyond `most`, config.json is damaged or an attack on memory."""
+    return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
+
+
+def or_null(check: Check) -> Check:
+    return lambda value: value is None or check[0](value), f"{check[1]}, or null"
+
+
+BOOLEAN: Check = (is_bool, "true or false")
+TOKEN_ID: Check = (lambda value: value is None or is_whole(value), "a token id or null")
 
 
 def of_any_layer(name: str) -> str:

@@ -54,7 +54,9 @@ def download(text: str) -> Path:
     if name.path.lower().endswith(SUFFIXES):
         inside = name.path.rpartition("/")[0]
         beside = (
-            [] if name.path.lower().endswith(".gguf") else [f"{inside}/{each}".lstrip("/") for each in beside]
+            []
+            if name.path.lower().endswith(".gguf")
+            else [f"{inside}/{small}".lstrip("/") for small in beside]
         )
         return _existing(name, [name.path, *beside])
     inside = name.path and f"{name.path}/"
@@ -62,14 +64,14 @@ def download(text: str) -> Path:
     if name.quant:
         return _gguf(name)
     for file in FILES:
-        folder = _fetch(name, [inside + each for each in (*beside, file, file + INDEX)]) / inside
+        folder = _fetch(name, [inside + wanted for wanted in (*beside, file, file + INDEX)]) / inside
         if (folder / file).exists():
             break
         if (folder / (file + INDEX)).exists():
             shards = sorted(set(shard_of_each_tensor(folder / (file + INDEX)).values()))
             _fetch(name, [inside + shard for shard in shards])
             break
-    if any((folder / each).exists() for each in ("config.json", ADAPTER_CONFIG)):
+    if any((folder / config).exists() for config in ("config.json", ADAPTER_CONFIG)):
         return folder
     return _gguf(name)
 
@@ -93,11 +95,11 @@ def _gguf(name: HubName) -> Path:
     inside = name.path and f"{name.path}/"
     files = [file for file in _files(name) if file.lower().endswith(".gguf") and file.startswith(inside)]
     wanted = re.compile(rf"(?<![a-z0-9]){name.quant}(?![a-z0-9_])", re.IGNORECASE)
-    found = [file for file in files if not name.quant or wanted.search(file)]
-    if len(found) == 1:
-        return _fetch(name, found) / found[0]
+    fitting = [file for file in files if not name.quant or wanted.search(file)]
+    if len(fitting) == 1:
+        return _fetch(name, fitting) / fitting[0]
     listing = (
-        f"it may mean {len(found)} of the GGUF files {listed(files)}: name one" if files else "no GGUF file"
+        f"it may mean {len(fitting)} of the GGUF files {listed(files)}: name one" if files else "no GGUF file"
     )
     raise CheckpointError(f"{name} on the Hub has no config.json, and {listing}.")
 
@@ -121,13 +123,13 @@ def cached_models() -> list[dict[str, Any]]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    found = []
+    models = []
     for repo in sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id):
         revisions = sorted({ref for at in repo.revisions for ref in (at.refs or {at.commit_hash})})
-        found.append(
+        models.append(
             {"id": repo.repo_id, "revisions": revisions, "size": repo.size_on_disk, "files": repo.nb_files}
         )
-    return found
+    return models
 
 
 def _fetch(name: HubName, patterns: Iterable[str]) -> Path:

@@ -11,7 +11,7 @@ from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
 from .errors import CheckpointError, listed, of_any_layer
-from .families.family import Family, NamedTensor, Source, TensorRule, matches
+from .families.family import Family, NamedTensor, Source, TensorRule, matches, num_parts
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor
@@ -94,18 +94,20 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     the matrix under either name, and a head that differs from the embedding is used whatever config.json says.
     """
     tensors = list(family.named(source))
-    found = _Found(family, tensors, family.parts(source))
+    named_tensors = _NamedTensors(family, tensors)
     rules = dict(family.rules(source, config))
     if config.tie_word_embeddings and HEAD in rules:
-        if not found.has(rules[HEAD].sources):
+        if not named_tensors.has(rules[HEAD].sources):
             del rules[HEAD]
-        elif not found.has(rules[EMBEDDING].sources):
+        elif not named_tensors.has(rules[EMBEDDING].sources):
             rules[EMBEDDING] = rules[HEAD]
     shapes = {**parameter_shapes(config), HEAD_BIAS: (config.vocab_size,)}
-    problems = found.problems(rules, shapes, family.described_by)
+    problems = named_tensors.problems(rules, shapes, family.described_by)
     if any(problems.values()):
         raise CheckpointError(_explain(source.path, family, problems))
-    stored = family.finish({name: found.parameter(rule, shapes[name]) for name, rule in rules.items()})
+    stored = family.finish(
+        {name: named_tensors.parameter(rule, shapes[name]) for name, rule in rules.items()}
+    )
     return Checkpoint(
         path=source.path,
         container=source.container.format,
@@ -132,11 +134,11 @@ def by_own_names(source: Source) -> Source:
     return by_user(source, names)
 
 
-class _Found:
+class _NamedTensors:
     """The tensors that are not ignored, by their names in the family's rules and by parts."""
 
-    def __init__(self, family: Family, tensors: list[NamedTensor], parts: int):
-        self.parts = parts
+    def __init__(self, family: Family, tensors: list[NamedTensor]):
+        self.num_parts = num_parts(tensors)
         self.twice: list[NamedTensor] = []
         self.tensors: dict[str, dict[int, NamedTensor]] = {}
         for one in tensors:
@@ -200,7 +202,7 @@ class _Found:
 
     def _parts_of(self, rule: TensorRule) -> range:
         """Return all parts of a divided parameter; of others, each part has a copy."""
-        return range(self.parts if rule.transform.axis is not None else 1)
+        return range(self.num_parts if rule.transform.axis is not None else 1)
 
 
 def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:
@@ -231,7 +233,7 @@ def _have_equal_values(one: Tensor, other: Tensor) -> bool:
 
 
 def _explain(path: Path, family: Family, problems: Problems) -> str:
-    lines = [f"  {kind}: {'; '.join(_grouped(found))}" for kind, found in problems.items() if found]
+    lines = [f"  {kind}: {'; '.join(_grouped(names))}" for kind, names in problems.items() if names]
     return "\n".join(
         [
             f"{path} does not hold the {family.name} that {family.described_by} describes.",
@@ -242,9 +244,9 @@ def _explain(path: Path, family: Family, problems: Problems) -> str:
     )
 
 
-def _grouped(found: list[tuple[str, str]]) -> list[str]:
+def _grouped(names_and_remarks: list[tuple[str, str]]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, remark in found:
+    for name, remark in names_and_remarks:
         groups.setdefault((of_any_layer(name), remark), []).append(name)
     texts = [
         (", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]} ({len(names)} layers)") + remark

@@ -9,7 +9,7 @@ from support.golden_models import write_small_demo
 from support.serving import served
 from tinygpt import LLM
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.text.chat import MAX_CHARACTERS, Marks, PlainTemplate, chat_ids, open_template
+from tinygpt.text.chat import MAX_CHARACTERS, PlainTemplate, SpelledTokenGuard, chat_ids, open_template
 from tinygpt.text.chat_template import ChatTemplate
 
 SOURCE = """\
@@ -111,11 +111,11 @@ def test_a_template_reads_the_name_of_a_message(llm):
     "text", ["", "<", "a <|endoftext|> b", "<|endoftext", "<|endoftext|><|endoftext|>", " x "]
 )
 def test_guarded_texts_are_the_same_texts(llm, text):
-    marks = Marks([BOS])
-    guarded = marks.guard(text)
+    token_guard = SpelledTokenGuard([BOS])
+    guarded = token_guard.guard(text)
     assert BOS not in guarded
-    assert text == guarded.replace(marks._sign, "")
-    assert marks.encode(guarded, llm.tokenizer.encode) == llm.tokenizer.encode(
+    assert text == guarded.replace(token_guard._sign, "")
+    assert token_guard.encode(guarded, llm.tokenizer.encode) == llm.tokenizer.encode(
         text, split_special_tokens=True
     )
 
@@ -123,18 +123,18 @@ def test_guarded_texts_are_the_same_texts(llm, text):
 @pytest.mark.parametrize("end", ["<", "a<", "a <|b ", "<|c|>", "a|>"])
 def test_a_text_is_guarded_if_a_special_token_may_begin_at_its_end(end):
     tokens = ["<|b|>", "", "<|c|>"]
-    marks = Marks(tokens)
+    token_guard = SpelledTokenGuard(tokens)
     is_beginning = any(
         end.rstrip().endswith(token[:size]) for token in tokens for size in range(1, len(token))
     )
-    assert marks.guard(end).rstrip().endswith(marks._sign) == is_beginning
+    assert token_guard.guard(end).rstrip().endswith(token_guard._sign) == is_beginning
 
 
 def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(monkeypatch):
-    marks = Marks(f"<|{i}|>" for i in range(300))
+    token_guard = SpelledTokenGuard(f"<|{i}|>" for i in range(300))
     looked_up = []
-    monkeypatch.setattr(marks, "_is_beginning", lambda text: looked_up.append(text))
-    marks.guard("some text")
+    monkeypatch.setattr(token_guard, "_is_beginning", lambda text: looked_up.append(text))
+    token_guard.guard("some text")
     assert len(looked_up) == len("<|100|>") - 1
 
 
@@ -238,7 +238,7 @@ def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source
 
 
 def test_a_long_conversation_is_refused_before_it_is_searched(llm, monkeypatch):
-    monkeypatch.setattr("tinygpt.text.chat.Marks", None)
+    monkeypatch.setattr("tinygpt.text.chat.SpelledTokenGuard", None)
     message = {"role": "user", "content": "b" * (MAX_CHARACTERS // 2)}
     messages = [message, message, {"role": "user", "content": "a"}]
     with pytest.raises(

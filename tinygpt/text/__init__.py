@@ -13,5 +13,5 @@ class TextEncoder:
         if isinstance(text, str):
             ids = self.encode(text, split_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        each = [self(one, split_special_tokens) for one in text]
-        return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
+        encodings = [self(one, split_special_tokens) for one in text]
+        return {name: [encoded[name] for encoded in encodings] for name in ("input_ids", "attention_mask")}

@@ -37,29 +37,32 @@ class PlainTemplate:
     shows_tools = False
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        lines = ((i > 0 and each["role"] != "assistant", each["content"]) for i, each in enumerate(messages))
+        lines = (
+            (i > 0 and message["role"] != "assistant", message["content"])
+            for i, message in enumerate(messages)
+        )
         return "".join("\n" * is_new + text for is_new, text in lines)
 
 
 def open_template(
-    given: str | os.PathLike[str] | None, folder: Path, in_file: Mapping[str, Any] = NO_OPTIONS
+    chat_template: str | os.PathLike[str] | None, folder: Path, in_file: Mapping[str, Any] = NO_OPTIONS
 ) -> Template | None:
-    """Return the template that was given, PLAIN or a file; else the checkpoint's, as transformers finds it, or None.
+    """Return `chat_template`, PLAIN or a file; else the checkpoint's, as transformers finds it, or None.
 
     in_file: a template and its special tokens in the file of the weights, as in tokenizer_config.json.
-    Raise RequestError if the given one cannot be used, CheckpointError if the checkpoint's cannot.
+    Raise RequestError if `chat_template` cannot be used, CheckpointError if the checkpoint's cannot.
     """
-    if given == PLAIN:
+    if chat_template == PLAIN:
         return PlainTemplate()
     config = folder / "tokenizer_config.json"
     file = folder / "chat_template.jinja"
     options = {**(read_json_object(config) if config.exists() else {}), **in_file}
-    if given is not None:
-        source = _given_source(given)
+    if chat_template is not None:
+        source = _source_of(chat_template)
     else:
         source = read_text(file) if file.exists() and not in_file else options.get("chat_template")
     if isinstance(source, list):  # several templates with names
-        source = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
+        source = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = source[0].get("template") if source else None
     if not isinstance(source, str):
         return None
@@ -75,12 +78,12 @@ def open_template(
     try:
         return ChatTemplate(source, {name: content_of(options[name]) for name in names})
     except CheckpointError as error:
-        if given is None:
+        if chat_template is None:
             raise
-        raise RequestError(f"is {str(given)!r}: {error}", "chat_template", given) from None
+        raise RequestError(f"is {str(chat_template)!r}: {error}", "chat_template", chat_template) from None
 
 
-def _given_source(path: str | os.PathLike[str]) -> str:
+def _source_of(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise invalid("chat_template", path, f"{PLAIN!r} or a file of Jinja's")
     try:
@@ -91,7 +94,7 @@ def _given_source(path: str | os.PathLike[str]) -> str:
         raise RequestError(reason, "chat_template", path) from None
 
 
-class Marks:
+class SpelledTokenGuard:
     """Tells the template's special tokens from special tokens that a message spells, which stay plain text.
 
     A message that could write special tokens could speak in another role's name. `guard` inserts a random sign into
@@ -108,12 +111,12 @@ class Marks:
 
     def guard(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self.guard(each) for each in value]
+            return [self.guard(part) for part in value]
         if isinstance(value, dict):
-            return {self.guard(name): self.guard(each) for name, each in value.items()}
+            return {self.guard(name): self.guard(part) for name, part in value.items()}
         if not isinstance(value, str):
             return value
-        text = self._pattern.sub(lambda found: found[0][:1] + self._sign + found[0][1:], value)
+        text = self._pattern.sub(lambda token: token[0][:1] + self._sign + token[0][1:], value)
         end = text.rstrip()
         sizes = range(1, min(self._longest, len(end) + 1))
         may_continue = any(self._is_beginning(end[-size:]) for size in sizes)
@@ -127,27 +130,27 @@ class Marks:
     def encode(self, text: str, encode: Callable[[str, bool], list[int]]) -> list[int]:
         """Return the token ids of a rendered text. encode(text, split_special_tokens)."""
         ids, start = [], 0
-        for found in [*self._pattern.finditer(text), None]:
-            plain = text[start : found.start() if found else None].replace(self._sign, "")
+        for special in [*self._pattern.finditer(text), None]:
+            plain = text[start : special.start() if special else None].replace(self._sign, "")
             ids += encode(plain, True) if plain else []
-            if found:
-                ids = ids + encode(found[0], False)
-                start = found.end()
+            if special:
+                ids = ids + encode(special[0], False)
+                start = special.end()
         return ids
 
 
 def _texts(value: Any) -> list[str]:
-    found, left = [], [value]
+    texts, left = [], [value]
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            found += value
+            texts += value
             left += value.values()
         elif isinstance(value, list):
             left += value
         elif isinstance(value, str):
-            found.append(value)
-    return found
+            texts.append(value)
+    return texts
 
 
 def chat_ids(
@@ -166,11 +169,14 @@ def chat_ids(
         raise RequestError(
             f"holds {len(texts)} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs"
         )
-    for field, given in (
-        ("messages", _texts([value for each in messages for name, value in each.items() if name != "role"])),
+    for field, its_texts in (
+        (
+            "messages",
+            _texts([value for message in messages for name, value in message.items() if name != "role"]),
+        ),
         ("chat_template_kwargs", texts),
     ):
-        if (count := sum(map(len, given))) > MAX_CHARACTERS:
+        if (count := sum(map(len, its_texts))) > MAX_CHARACTERS:
             raise RequestError(f"holds {count} characters; at most {MAX_CHARACTERS} are taken.", field)
     if isinstance(template, PlainTemplate):
         return tokenizer.encode(template.render(messages), True)
@@ -178,25 +184,25 @@ def chat_ids(
         raise RequestError(
             "is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages"
         )
-    marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
+    token_guard = SpelledTokenGuard(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     try:
-        options = marks.guard(options) | {"add_generation_prompt": add_generation_prompt}
-        guarded = [{**marks.guard(dict(each)), "role": each["role"]} for each in messages]
+        options = token_guard.guard(options) | {"add_generation_prompt": add_generation_prompt}
+        guarded = [{**token_guard.guard(dict(message)), "role": message["role"]} for message in messages]
     except RecursionError:
         raise RequestError("is nested too deeply.", "chat_template_kwargs") from None
     text = template.render(guarded, options)
     if len(text) > MAX_CHARACTERS:
         most = f"at most {MAX_CHARACTERS} are taken"
         raise RequestError(f"is too long: the prompt would have {len(text)} characters; {most}.", "messages")
-    return marks.encode(text, tokenizer.encode)
+    return token_guard.encode(text, tokenizer.encode)
 
 
 def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
     """Return one or several conversations as a list of them. Raise RequestError for anything else."""
     with suppress(TypeError, LookupError):  # of anything but lists
-        given = [*messages]
-        several = [given] if isinstance(given[0], Mapping) else [[*each] for each in given]
-        if all(each and all(map(_is_message, each)) for each in several):
+        items = [*messages]
+        several = [items] if isinstance(items[0], Mapping) else [[*conversation] for conversation in items]
+        if all(conversation and all(map(_is_message, conversation)) for conversation in several):
             return several
     raise invalid("messages", messages, f'a list of {{"role": ..., "content": text}}, with the roles {ROLES}')
 

@@ -67,7 +67,7 @@ class ChatTemplate:
         try:
             sandbox = Sandbox()
             self._template = sandbox.from_string(source)
-            self.shows_tools = any(each.name == "tools" for each in sandbox.parse(source).find_all(Name))
+            self.shows_tools = any(node.name == "tools" for node in sandbox.parse(source).find_all(Name))
         except Exception as error:  # also SyntaxError and ValueError of the Python code that Jinja makes
             raise CheckpointError(f"the chat template cannot be read: {error}.") from None
 

@@ -131,10 +131,10 @@ def _read_options(folder: Path) -> dict[str, Any]:
 def _no_tokenizer(folder: Path) -> str:
     names = {name for pair in VOCAB_AND_MERGES for name in pair}
     parts = sorted(path.name for path in folder.glob("*") if path.name in names or path.suffix == ".model")
-    found = f"only {' and '.join(parts)}" if parts else "none of them"
+    there = f"only {' and '.join(parts)}" if parts else "none of them"
     return (
         f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json with "
-        f"vocab.bpe, or vocab.txt is needed, and {found} is there. Save the tokenizer with transformers' "
+        f"vocab.bpe, or vocab.txt is needed, and {there} is there. Save the tokenizer with transformers' "
         "save_pretrained, which writes a tokenizer.json; until then, token ids work."
     )
 

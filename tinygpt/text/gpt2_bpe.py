@@ -115,10 +115,10 @@ def token_to_bytes(token: str) -> bytes:
 
 def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
     numbers = np.frombuffer("".join(tokens).encode("utf-16-le", "surrogatepass"), "<u2")
-    found = _BYTE_OF[np.minimum(numbers, len(_BYTE_OF) - 1)]
-    if _NO_BYTE in found:  # a token in other characters
+    numbers_of_bytes = _BYTE_OF[np.minimum(numbers, len(_BYTE_OF) - 1)]
+    if _NO_BYTE in numbers_of_bytes:  # a token in other characters
         return [*map(token_to_bytes, tokens)]
-    data = found.astype(np.uint8).tobytes()
+    data = numbers_of_bytes.astype(np.uint8).tobytes()
     return [data[start:stop] for start, stop in pairwise(accumulate(map(len, tokens), initial=0))]
 
 

@@ -117,9 +117,9 @@ class StopStrings:
             return ""
         num_seen = len(self._held)
         text = self._held + text
-        found = [] if is_early else self._complete_behind(num_seen, text)
-        if found:
-            end, _, self.matched = min(found)
+        complete = [] if is_early else self._complete_behind(num_seen, text)
+        if complete:
+            end, _, self.matched = min(complete)
             self._held = ""
             return text[:end] if self._is_included else text[: end - len(self.matched)]
         safe = len(text) - self._unsettled(text)

@@ -9,9 +9,9 @@ from typing import Any, overload
 
 from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..fields import BOOLEAN, read_field
-from ..weights.files import how_to_replace
+from ..weights.files import StoredTokenizer, how_to_replace
 from . import TextEncoder
-from .files import MALFORMED, checked_spec, read_tokenizer
+from .files import MALFORMED, checked_spec, read_tokenizer, spec_of
 from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, read_prepared, token_to_bytes
 from .stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 
@@ -42,16 +42,10 @@ class CharacterTokenizer(ByteTokens):
 
 def is_characters(spec: dict[str, Any]) -> bool:
     model = spec["model"]
-    splitter = spec["pre_tokenizer"] or {}
-    nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
-    return (
-        model["type"] == "WordLevel"
-        and nothing_else
-        and (splitter.get("type"), splitter.get("behavior")) == ("Split", "Isolated")
-        and splitter.get("pattern") == {"Regex": r"[\s\S]"}
-        and (spec["decoder"] or {}).get("type") == "Fuse"
-        and all(len(character) == 1 for character in model["vocab"])
-    )
+    ours = spec_of(StoredTokenizer("characters", {}))
+    steps = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    is_split = all(spec[step] == ours[step] for step in steps)
+    return is_split and model["type"] == "WordLevel" and all(len(token) == 1 for token in model["vocab"])
 
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -238,16 +232,16 @@ class Tokenizer(TextEncoder):
         """
         stream = self.detokenizer()
         left = self.decode(token_ids) if text is None else text
-        found = []
+        pieces = []
         for i, token_id in enumerate(token_ids, 1):
             piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
             if token_id in self.special_ids:
                 held, name, _ = left.partition(self.decode([token_id]))  # held: half a character before it
                 if name and not held.strip("\ufffd"):
                     piece, stream = held + name, self.detokenizer()
-            found.append(left[: len(piece)])  # a stop string cuts the text
+            pieces.append(left[: len(piece)])  # a stop string cuts the text
             left = left[len(piece) :]
-        return found
+        return pieces
 
     def detokenizer(self) -> Detokenizer:
         """Return a new stream: `push` ids, then `finish`."""

@@ -27,11 +27,11 @@ PREFIX = "base_model.model."  # PEFT's wrapper of the model
 
 @dataclass(frozen=True)
 class Model:
-    """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
+    """A model by the tensors of transformers' files."""
 
     layout: Layout
-    rules: Mapping[str, TensorRule]
-    parts: dict[str, LayoutPart]
+    rules: Mapping[str, TensorRule]  # by parameter
+    parts: dict[str, LayoutPart]  # by tensors' names without wrappers
 
     def is_embedding(self, name: str) -> bool:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
@@ -47,12 +47,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Extras:
-    """By names of tensors, names in the adapter's file. shifts: with a scale; rows: with token ids; wanted: shapes."""
+    """Names in the adapter's file of all but factors, by names of the model's tensors."""
 
-    magnitudes: dict[str, str] = field(default_factory=dict)
-    shifts: dict[str, tuple[str, float]] = field(default_factory=dict)
-    rows: dict[str, tuple[Sequence[int], str]] = field(default_factory=dict)
-    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    magnitudes: dict[str, str] = field(default_factory=dict)  # (out,)
+    shifts: dict[str, tuple[str, float]] = field(default_factory=dict)  # (out,), and a scale
+    rows: dict[str, tuple[Sequence[int], str]] = field(
+        default_factory=dict
+    )  # token ids of N rows, and (N, E)
+    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes, by names in the file
 
 
 def extras_of(
@@ -63,21 +65,21 @@ def extras_of(
     stored: Mapping[str, Tensor],
 ) -> Extras:
     """Raise CheckpointError for a form that PEFT has and that is not implemented."""
-    found = Extras()
+    extras = Extras()
     if lora.use_dora or lora.lora_bias:
         _check_layers(lora, model, modules, targets)
     for name in targets:
         out = model.parts[name].shape[model.parts[name].out_axis]
         if lora.use_dora:
-            found.magnitudes[name] = f"{modules[name]}.lora_magnitude_vector"
-            found.wanted[found.magnitudes[name]] = (out,)
+            extras.magnitudes[name] = f"{modules[name]}.lora_magnitude_vector"
+            extras.wanted[extras.magnitudes[name]] = (out,)
         if lora.lora_bias:
             file_name = f"{modules[name]}.lora_B.bias"
-            found.shifts[_bias_of(name)] = file_name, lora.scale(modules[name])
-            found.wanted[file_name] = (out,)
+            extras.shifts[_bias_of(name)] = file_name, lora.scale(modules[name])
+            extras.wanted[file_name] = (out,)
     if lora.trainable_token_indices:
-        _add_rows(found, lora, model, modules, stored)
-    return found
+        _add_rows(extras, lora, model, modules, stored)
+    return extras
 
 
 def _bias_of(name: str) -> str:
@@ -100,22 +102,22 @@ def _check_layers(
 
 
 def _add_rows(
-    found: Extras,
+    extras: Extras,
     lora: "LoraConfig",
     model: Model,
     modules: Mapping[str, str],
     stored: Mapping[str, Tensor],
 ) -> None:
-    given = lora.trainable_token_indices
+    indices = lora.trainable_token_indices
     of_table: Sequence[int] = ()
     used = 0
     for parameter in (EMBEDDING, HEAD):
         name = model.rules[parameter].sources[0]
         file_name = f"{modules[name]}.token_adapter.trainable_tokens_delta"
-        if isinstance(given, Mapping):
-            ids = next((ids for key, ids in given.items() if f".{modules[name]}".endswith(f".{key}")), ())
+        if isinstance(indices, Mapping):
+            ids = next((ids for key, ids in indices.items() if f".{modules[name]}".endswith(f".{key}")), ())
         else:
-            ids = given if parameter == EMBEDDING else ()
+            ids = indices if parameter == EMBEDDING else ()
         used += bool(ids)
         of_table = of_table or ids
         if not ids and file_name in stored:  # of a head that is tied, in a file of its own
@@ -126,11 +128,11 @@ def _add_rows(
                 raise CheckpointError(
                     f"trainable_token_indices has the token {max(ids)}, and the model {V} rows."
                 )
-            found.rows[name] = ids, file_name
-            found.wanted[file_name] = (len(ids), E)
-    if used < (len(given) if isinstance(given, Mapping) else 1):
+            extras.rows[name] = ids, file_name
+            extras.wanted[file_name] = (len(ids), E)
+    if used < (len(indices) if isinstance(indices, Mapping) else 1):
         raise CheckpointError(
-            f"trainable_token_indices names modules that are no embedding: {listed(sorted(given))}."
+            f"trainable_token_indices names modules that are no embedding: {listed(sorted(indices))}."
         )
 
 

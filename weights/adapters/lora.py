@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import iadd
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,14 +43,14 @@ MAX_RANK = 1024  # of an adapter that is not merged
 
 @dataclass(frozen=True)
 class _Contents:
-    """factors: A, B and scale; saved: of modules that were trained as a whole."""
+    """An adapter's tensors, by names of the model's."""
 
-    factors: dict[str, tuple[Tensor, Tensor, float]]
-    replaced: dict[str, Tensor]
-    saved: frozenset[str]
-    ignored: tuple[str, ...]
+    factors: dict[str, tuple[Tensor, Tensor, float]]  # A (r, in), B (out, r) and scale
+    replaced: dict[str, Tensor]  # trained as a whole
+    saved: frozenset[str]  # of modules_to_save
+    ignored: tuple[str, ...]  # by names in the adapter's file
     extras: Extras
-    stored: Mapping[str, Tensor]
+    stored: Mapping[str, Tensor]  # all tensors, by names in the adapter's file
 
 
 def merge_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
@@ -153,7 +154,7 @@ def _read(
     layout = layout_of(checkpoint)
     parts = {part.short_name: part for part in parts_of(replace(checkpoint, stored=stored, tied=False))}
     model = Model(layout, layout.rules(checkpoint.config), parts)
-    return checkpoint, model, files, _sort(files, lora, model)
+    return checkpoint, model, files, _contents_of(files, lora, model)
 
 
 def _changed(
@@ -169,42 +170,68 @@ def _changed(
             tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names)
         )
     if not updates.keys().isdisjoint(names):
-        found = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
-        tensor = LazyTensor(iadd, (rule.transform.of(tuple(found)), tensor))
+        update_parts = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
+        tensor = LazyTensor(iadd, (rule.transform.of(tuple(update_parts)), tensor))
     return tensor
 
 
-def _sort(files: AdapterFiles, lora: LoraConfig, model: Model) -> _Contents:
+def _contents_of(files: AdapterFiles, lora: LoraConfig, model: Model) -> _Contents:
     stored = {
         name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)
     }
     modules = model.modules(stored)
-    shapes = {name: part.shape for name, part in model.parts.items()}
-    # PEFT adapts linear layers and embeddings alone.
-    targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
+    targets = _targets(files, lora, model, modules)
+    extras = extras_of(lora, model, modules, targets, stored)
+    factors = {name: _factors(name, modules[name], model, lora) for name in targets}
+    expected = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
+    expected |= extras.wanted
+    whole = _whole_tensors(stored.keys() - expected.keys(), model)
+    saved = frozenset(name for name in model.parts if lora.is_saved(modules[name]))
+    required = saved | _trained_biases(modules, targets, lora.bias)
+    missing = [name for name in expected if name not in stored]
+    missing += sorted(required - whole.file_names.keys())
+    foreign = [name for name in files.tensors if not name.startswith(PREFIX)]
+    expected |= {file_name: model.parts[name].shape for name, file_name in whole.file_names.items()}
+    _refuse_unlike(files, stored, expected, missing, foreign + whole.unexpected)
+    return _Contents(
+        {name: (stored[a], stored[b], lora.scale(modules[name])) for name, (a, b) in factors.items()},
+        {name: stored[file_name] for name, file_name in whole.file_names.items()},
+        saved,
+        tuple(whole.ignored),
+        extras,
+        stored,
+    )
+
+
+def _targets(files: AdapterFiles, lora: LoraConfig, model: Model, modules: Mapping[str, str]) -> list[str]:
+    """Return the adapted tensors: PEFT adapts linear layers and embeddings alone."""
+    targets = [
+        name for name, part in model.parts.items() if len(part.shape) == 2 and lora.is_target(modules[name])
+    ]
     has_own_rows = POSITIONS in model.rules and model.rules[POSITIONS].transform is not AS_IS
-    if has_own_rows and (
-        own := [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]
-    ):
+    tables = [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]
+    if has_own_rows and tables:
         raise CheckpointError(
-            f"{files.path} adapts {listed(own)}, whose rows PEFT looks up by the attention mask and not by their "
+            f"{files.path} adapts {listed(tables)}, whose rows PEFT looks up by the attention mask and not by their "
             "positions, so that merged it is another model: train an adapter without."
         )
-    factors = {name: _factors(name, modules[name], model, lora) for name in targets}
-    wanted = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
-    extras = extras_of(lora, model, modules, targets, stored)
-    wanted |= extras.wanted
-    whole, ignored, unexpected = _whole_tensors(stored.keys() - wanted.keys(), model)
-    saved = frozenset(name for name in shapes if lora.is_saved(modules[name]))
-    required = saved | _trained_biases(modules, targets, lora.bias)
-    missing = [name for name in wanted if name not in stored] + sorted(required - whole.keys())
-    wanted |= {file_name: shapes[name] for name, file_name in whole.items()}
+    return targets
+
+
+def _refuse_unlike(
+    files: AdapterFiles,
+    stored: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    missing: list[str],
+    unexpected: list[str],
+) -> None:
+    """Raise one CheckpointError for all tensors that are not as expected."""
     problems = {
         "missing": missing,
-        "unexpected": [name for name in files.tensors if not name.startswith(PREFIX)] + unexpected,
+        "unexpected": unexpected,
         "misshapen": [
             f"{name} is {stored[name].shape} and should be {shape}"
-            for name, shape in wanted.items()
+            for name, shape in expected.items()
             if name in stored and stored[name].shape != shape
         ],
     }
@@ -214,14 +241,6 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: Model) -> _Contents:
             f"{files.path} does not hold the adapter that its {CONFIG} describes for this model.{lines}\n"
             "Give the model that the adapter was trained for, or download the adapter again, all of it."
         )
-    return _Contents(
-        {name: (stored[a], stored[b], lora.scale(modules[name])) for name, (a, b) in factors.items()},
-        {name: stored[file_name] for name, file_name in whole.items()},
-        saved,
-        tuple(ignored),
-        extras,
-        stored,
-    )
 
 
 def _factors(name: str, module: str, model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
@@ -252,25 +271,31 @@ def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 
 
-def _whole_tensors(names: Collection[str], model: Model) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return file names of whole tensors by name, and names that are ignored and unexpected."""
-    file_names = {}
-    ignored = []
-    unexpected = []
+class _WholeTensors(NamedTuple):
+    """Names in the adapter's file, of whole tensors by the tensors' names, and of all others."""
+
+    file_names: dict[str, str]
+    ignored: list[str]
+    unexpected: list[str]
+
+
+def _whole_tensors(names: Collection[str], model: Model) -> _WholeTensors:
+    whole = _WholeTensors({}, [], [])
     for name in sorted(names):
         short = model.layout.short_name(plain_name(name))
-        if short in model.parts and short not in file_names:
-            file_names[short] = name
+        # Of embeddings that were saved as modules, too.
+        is_copy = _COPY.search(name) is not None and _COPY.sub(".", name) in names
+        if short in model.parts and short not in whole.file_names:
+            whole.file_names[short] = name
+        elif is_copy or matches(short, IGNORED):
+            whole.ignored.append(name)
         else:
-            is_copy = (
-                _COPY.search(name) is not None and _COPY.sub(".", name) in names
-            )  # of embeddings that were saved as modules, too
-            (ignored if is_copy or matches(short, IGNORED) else unexpected).append(name)
-    return file_names, ignored, unexpected
+            whole.unexpected.append(name)
+    return whole
 
 
 def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: str) -> frozenset[str]:
-    adapted = {"all": set(modules.values()), "lora_only": {modules[name] for name in targets}, "none": set()}[
-        bias
-    ]
+    if bias == "none":
+        return frozenset()
+    adapted = set(modules.values()) if bias == "all" else {modules[name] for name in targets}
     return frozenset(name for name, module in modules.items() if name.endswith(".bias") and module in adapted)

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
+from ..errors import BOOLEAN, CheckpointError, Checks, is_number, is_whole, one_of, shown, wrong_fields
 
 BIASES = ("none", "all", "lora_only")
 # Initializations that leave the base model's weights alone.
@@ -125,8 +125,8 @@ class LoraConfig:
         return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
 
     def _first_match(self, values: dict[str, Any], module: str, default: Any) -> Any:
-        found = (value for key, value in values.items() if self._matches(rf"(.*\.)?({key})$", module))
-        return next(found, default)
+        matching = (value for key, value in values.items() if self._matches(rf"(.*\.)?({key})$", module))
+        return next(matching, default)
 
     def _matches(self, pattern: str, name: str) -> bool:
         try:
@@ -198,8 +198,8 @@ CHECKS: Checks = {
     "rank_pattern": (_table_of(_is_rank), "whole numbers from 1 up by regular expressions"),
     "lora_alpha": (_is_number, "a number"),
     "alpha_pattern": (_table_of(_is_number), "numbers by regular expressions"),
-    "use_rslora": (is_bool, "true or false"),
-    "bias": (lambda value: value in BIASES, f"one of {', '.join(BIASES)}"),
-    **dict.fromkeys(("use_dora", "lora_bias"), (is_bool, "true or false")),
+    "use_rslora": BOOLEAN,
+    "bias": one_of(BIASES),
+    **dict.fromkeys(("use_dora", "lora_bias"), BOOLEAN),
     "trainable_token_indices": (_are_tokens, "token ids, or token ids by names of modules"),
 }

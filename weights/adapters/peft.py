@@ -44,9 +44,9 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
     config = _read_config(path)
     if config.get("peft_type") not in peft_types:
-        given = shown(config.get("peft_type"))
+        kind = shown(config.get("peft_type"))
         wanted = ", ".join(peft_types)
-        raise CheckpointError(f"{path} is an adapter of the type {given} and must be one of {wanted}.")
+        raise CheckpointError(f"{path} is an adapter of the type {kind} and must be one of {wanted}.")
     file = next((path / name for name in ADAPTER_FILES if (path / name).exists()), None)
     if file is None:
         raise CheckpointError(
@@ -66,7 +66,7 @@ def _read(file: Path) -> Container:
     return read_torch(file)
 
 
-def refuse_adapter(path: Path, folder: Path, given: str) -> None:
+def refuse_adapter(path: Path, folder: Path, model: str) -> None:
     """Raise CheckpointError if the folder, or a file in it, is an adapter."""
     is_meant = path == folder or path.name in (CONFIG, *ADAPTER_FILES)
     if not is_meant or (folder / MODEL_CONFIG).is_file():
@@ -75,10 +75,10 @@ def refuse_adapter(path: Path, folder: Path, given: str) -> None:
     kind = config.get("peft_type")
     base = config.get("base_model_name_or_path")
     place = {"LORA": "--lora", **dict.fromkeys(KINDS, "--soft-prompt")}.get(str(kind))
-    use = f"{given} as {place}" if place else "no adapter, as such ones are not implemented"
+    use = f"{model} as {place}" if place else "no adapter, as such ones are not implemented"
     base = f", {shown(base)}," if base else ""
     raise CheckpointError(
-        f"{given} is an adapter of the type {shown(kind)}, and no checkpoint: give the checkpoint that it was trained "
+        f"{model} is an adapter of the type {shown(kind)}, and no checkpoint: give the checkpoint that it was trained "
         f"for{base} as the model, and {use}."
     )
 
@@ -91,23 +91,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / CONFIG)
 
 
-def existing_path(given: str | os.PathLike[str]) -> Path:
+def existing_path(adapter: str | os.PathLike[str]) -> Path:
     """Return the path, of a Hub adapter after its download. Raise CheckpointError if it does not exist."""
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise CheckpointError(f"the adapter is {given!r} and must be the path of a folder.")
+    if not isinstance(adapter, (str, os.PathLike)) or not str(adapter):
+        raise CheckpointError(f"the adapter is {adapter!r} and must be the path of a folder.")
     try:
-        path = Path(given).expanduser()
+        path = Path(adapter).expanduser()
         if path.exists():
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
-        raise CheckpointError(f"{given} cannot be read: {error}.") from error
-    if not isinstance(given, str) or "/" not in given or looks_local(given):
+        raise CheckpointError(f"{adapter} cannot be read: {error}.") from error
+    if not isinstance(adapter, str) or "/" not in adapter or looks_local(adapter):
         raise CheckpointError(
-            f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'."
+            f"there is no {adapter}: check the path, or give a Hub id such as 'owner/adapter'."
         )
     from ..hub import download_adapter
 
-    return download_adapter(given)
+    return download_adapter(adapter)
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
@@ -167,8 +167,8 @@ def _nemo_table(path: Path, task: str) -> np.ndarray:
     from ..containers.ranks import NEMO_CONFIG, read_nemo  # rarely needed, as all that reads pickles
 
     container = read_nemo(followed(path))
-    found = ((NEMO_TABLE.fullmatch(name), tensor) for name, tensor in container.tensors.items())
-    tables = {match[1]: tensor for match, tensor in found if match}
+    matches = ((NEMO_TABLE.fullmatch(name), tensor) for name, tensor in container.tensors.items())
+    tables = {match[1]: tensor for match, tensor in matches if match}
     task = next(iter(tables)) if len(tables) == 1 else task
     if task not in tables:
         raise CheckpointError(

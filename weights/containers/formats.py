@@ -84,8 +84,8 @@ def read_weights(path: Path) -> Container:
     if path.is_file():
         path = followed(path)
         return reader_of(path)(path)
-    found = find_weights(path)
-    if found is None:
+    file_and_reader = find_weights(path)
+    if file_and_reader is None:
         for file in sorted(path.glob("*")):
             if file.is_file() and (known := _foreign(file, b"")):
                 raise CheckpointError(
@@ -95,7 +95,7 @@ def read_weights(path: Path) -> Container:
         raise CheckpointError(
             f"{path} holds no weights ({describe(path)}): put one of {wanted} there, or name the file."
         )
-    file, read = found
+    file, read = file_and_reader
     return read(file)
 
 
@@ -111,8 +111,8 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         if index.exists():
             return index, partial(read_shards, read=_function(read))
     for find, read in FOLDERS:
-        if found := _function(find)(folder):
-            return found, _function(read)
+        if first := _function(find)(folder):
+            return first, _function(read)
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
     for pattern in LAST_PATTERNS:
         files = files or sorted(folder.glob(pattern))
@@ -137,10 +137,10 @@ def reader_of(file: Path) -> Reader:
         raise CheckpointError(
             f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}."
         )
-    found = f"it begins with {peek.head[:8]!r}" if peek.head else "it is empty"
+    beginning = f"it begins with {peek.head[:8]!r}" if peek.head else "it is empty"
     raise CheckpointError(
-        f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
-        "ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."
+        f"{file} is in no format of weights that is implemented ({beginning}): give a file of safetensors, PyTorch, "
+        "GGUF, ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."
     )
 
 
@@ -164,16 +164,16 @@ def read_shards(index: Path, read: Reader) -> Container:
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         container = read(index.parent / shard)
-        found = container.tensors
-        lost = [name for name in names_in[shard] if name not in found]
-        twice = [name for name in found if name in tensors]
+        in_shard = container.tensors
+        lost = [name for name in names_in[shard] if name not in in_shard]
+        twice = [name for name in in_shard if name in tensors]
         if lost or twice:
             problems = [f"does not hold {listed(lost)}"] * bool(lost)
             problems += [f"holds {listed(twice)}, as another shard does"] * bool(twice)
             raise CheckpointError(
                 f"{index} does not describe its shards: {shard} {' and '.join(problems)}. Download them all again."
             )
-        tensors |= found
+        tensors |= in_shard
     return Container(f"{container.format} in {len(shards)} shards", tensors)
 
 

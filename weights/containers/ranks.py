@@ -8,8 +8,10 @@ import configparser
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, shown
 from ..files import check_inside, open_regular, read_regular_text
@@ -48,13 +50,21 @@ class Member:
                 return file.read(len(self.part)).decode()
 
 
+def number_of(value: Any) -> Any:
+    """Return the number that a setting's text is, as YAML takes 1e-5 for a text, or other values as they are."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
+    return value
+
+
 def rank_folders(folder: Path) -> list[Path]:
     """Raise CheckpointError for a link out of the folder."""
-    found = sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
-    for path in found:
+    folders = sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
+    for path in folders:
         with parsing(path, "folder"):
             check_inside(path, folder)
-    return found
+    return folders
 
 
 def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member]) -> Container:
@@ -168,7 +178,7 @@ def _tar_members(file: MappedFile) -> Iterator[tuple[bytes, str, range]]:
             raise ValueError(f"a member of {size} bytes reaches outside it")
         place = data.stop + -size % tarfile.BLOCKSIZE
         if info.type == tarfile.XHDTYPE:
-            extended = {found[1]: found[2] for found in TAR_FIELD.finditer(file.data, start, data.stop)}
+            extended = {field[1]: field[2] for field in TAR_FIELD.finditer(file.data, start, data.stop)}
         elif info.type == tarfile.GNUTYPE_LONGNAME:
             extended = {b"path": file.data[start : data.stop].rstrip(b"\0")}
         elif info.type != tarfile.XGLTYPE:
@@ -234,15 +244,15 @@ def ft_sections(folder: Path) -> dict[str, dict[str, str]]:
 def read_ft_folder(folder: Path) -> Container:
     """Return tensors of one dimension and, as metadata, the sections of config.ini."""
     sections = ft_sections(folder)
-    given = next(
+    type_name = next(
         (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section),
         "fp32",
     )
-    if given not in FT_DTYPES:
+    if type_name not in FT_DTYPES:
         raise CheckpointError(
-            f"{folder / FT_CONFIG}: weight_data_type is {shown(given)} and must be one of {', '.join(FT_DTYPES)}."
+            f"{folder / FT_CONFIG}: weight_data_type is {shown(type_name)} and must be one of {', '.join(FT_DTYPES)}."
         )
-    dtype, tensors = FT_DTYPES[given], {}
+    dtype, tensors = FT_DTYPES[type_name], {}
     for path in sorted(folder.glob("model.*.bin")):
         file = MappedFile(path)
         count, rest = divmod(len(file), ITEMSIZE[dtype])

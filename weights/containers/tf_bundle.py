@@ -49,8 +49,8 @@ def find_tf_index(folder: Path) -> Path | None:
     if not (folder / "checkpoint").is_file():
         return None
     with parsing(folder / "checkpoint", "text"):
-        found = LATEST.search(read_regular_text(folder / "checkpoint"))
-    index = folder / f"{found[1]}{INDEX}" if found else folder
+        prefix = LATEST.search(read_regular_text(folder / "checkpoint"))
+    index = folder / f"{prefix[1]}{INDEX}" if prefix else folder
     return index if index.is_file() else None
 
 

@@ -162,13 +162,13 @@ class TorchUnpickler(pickle._Unpickler):
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(self._checked_dict())
 
     def _checked_dict(self, pairs: Iterable[Any] = ()) -> CheckedDict:
-        found = CheckedDict(is_strict=not self.has_stubs)
+        checked = CheckedDict(is_strict=not self.has_stubs)
         for key, value in pairs:
-            found[key] = value
+            checked[key] = value
             self._unspent -= 1
             if self._unspent < 0:
                 raise ValueError("one list that is given to many dictionaries")
-        return found
+        return checked
 
     def _strided_view(self, storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> Any:
         if isinstance(storage, Stub):
@@ -246,21 +246,21 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
     part: of MappedFile. Raises CheckpointError if the file is damaged.
     """
     file, format, structure, storages = _open(path, has_stubs=True, part=part)
-    found: dict[str, StridedView | Stub] = {}
+    leaves: dict[str, StridedView | Stub] = {}
     dicts: dict[str, str] = {}
     length = 0  # of all names: a key may be part of many
     for place, key, value in _flat(structure, (), count()):
         name = ".".join([*place, key])
-        if name in found:
+        if name in leaves:
             raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
-        found[name], dicts[name] = value, ".".join(place)
+        leaves[name], dicts[name] = value, ".".join(place)
         length += len(name)
         if length > len(file):
             raise CheckpointError(f"{path} has {len(file)} bytes and names of more: it is hostile.")
-    views = {name: value for name, value in found.items() if isinstance(value, StridedView)}
+    views = {name: value for name, value in leaves.items() if isinstance(value, StridedView)}
     unreadable = {
         name: StoredTensor(file, stub.name, (), (), 0)
-        for name, stub in found.items()
+        for name, stub in leaves.items()
         if isinstance(stub, Stub)
     }
     tensors = {**_tensors(file, views, storages), **unreadable}
@@ -307,16 +307,16 @@ def _tensors(
         dtype = view.storage.dtype
         shape = view.shape
         strides = view.strides
-        found = storages.get(view.storage.key, ArchiveMember(file, "", range(0)))
+        storage = storages.get(view.storage.key, ArchiveMember(file, "", range(0)))
         itemsize = ITEM_BYTES.get(dtype, 1)
         end = (view.offset + element_extent(shape, strides)) * itemsize
         # A stride of 0 repeats elements.
-        if end > len(found.data) or math.prod(shape) * itemsize > len(file):
+        if end > len(storage.data) or math.prod(shape) * itemsize > len(file):
             raise CheckpointError(
-                f"{file.path} holds {len(found.data)} bytes for the storage of {name}, which reaches to byte {end}: "
+                f"{file.path} holds {len(storage.data)} bytes for the storage of {name}, which reaches to byte {end}: "
                 "the file is truncated or damaged, download it again."
             )
-        offset = found.data.start + view.offset * itemsize
+        offset = storage.data.start + view.offset * itemsize
         verify = verify_of.get(view.storage.key)
         tensors[name] = StoredTensor(file, dtype, shape, strides, offset, verify=verify)
     total = sum(tensor.nbytes for tensor in tensors.values())

@@ -142,8 +142,8 @@ class Description:
 class Model:
     def __init__(self, description: Description, source: Source):
         self.description, self.source = description, source
-        found = description.named(source)
-        self.tensors = {one.name: one.tensor for one in found if not one.name.startswith(BESIDE)}
+        named = description.named(source)
+        self.tensors = {one.name: one.tensor for one in named if not one.name.startswith(BESIDE)}
 
     @cached_property
     def heads(self) -> int:
@@ -156,7 +156,7 @@ class Model:
         # A gap shows in names that are missing, or unexpected.
         L = _length(self._begins)
         entries = self.description.entries
-        layers = {key: found[1] for key in entries if (found := _LAYER.fullmatch(key))}
+        layers = {key: in_layer[1] for key in entries if (in_layer := _LAYER.fullmatch(key))}
         if beyond := [key for key, layer in layers.items() if int(layer) >= L]:
             raise self.source.error(
                 f"has {L} layers, from h.0 on, and {TENSOR_NAMES} gives {listed(beyond, 3)}."
@@ -175,8 +175,8 @@ class Model:
         return any(name.replace("*", "0") in self.tensors for name in names)
 
     def names(self, parameter: str) -> tuple[str, ...]:
-        each = ((name, self.heads if "*" in name else 1) for name in self.description.names(parameter))
-        return tuple(name.replace("*", str(i)) for name, n in each for i in range(n))
+        counts = ((name, self.heads if "*" in name else 1) for name in self.description.names(parameter))
+        return tuple(name.replace("*", str(i)) for name, n in counts for i in range(n))
 
     def has_any(self, parameter: str) -> bool:
         return any(name in self.tensors for name in self.names(parameter))
@@ -209,6 +209,9 @@ class Model:
         }
         return sizes | ({"n_head": self.heads} if self.heads else {})
 
+    def has_biases(self, config: ModelConfig) -> bool:
+        return any(self.has_any(name) for name in parameter_shapes(config) if name.endswith(".bias"))
+
     def rules(
         self, config: ModelConfig, has_biases: bool | None, is_by_width: bool = False
     ) -> dict[str, TensorRule]:
@@ -220,21 +223,12 @@ class Model:
             raise self.source.error(
                 f"has {self.n_layer} layers, from h.0 on, and {config.n_layer} by its settings."
             )
-        kind = self.description.kind
         shapes = parameter_shapes(config)
-        biases = {name for name in shapes if name.endswith(".bias")}
-        with_bias = {kind(name) for name in biases if has_biases or self.has_any(name)}
-        # nanoGPT's norms and matrices have biases, or none has.
-        is_nanogpts = not self.description.unlike and "model_args" in self.source.container.metadata
-        if _NORM not in with_bias and has_biases is None and (with_bias or not is_nanogpts):
-            raise self.source.error(
-                "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
-                f"write {self.source.folder / 'config.json'} with bias, false."
-            )
+        with_bias = self._kinds_with_biases(shapes, has_biases)
         rules = {}
         for parameter, shape in shapes.items():
             names = self.names(parameter)
-            if parameter in biases and kind(parameter) not in with_bias:
+            if parameter.endswith(".bias") and self.description.kind(parameter) not in with_bias:
                 rules[parameter] = NO_BIAS
             elif names:
                 transform = self._joined(parameter, names, shape)
@@ -251,6 +245,17 @@ class Model:
         if twice := [name for name, times in uses.items() if times > 1]:
             raise self.source.error(f"is described by {listed(twice)} more than once.")
         return rules
+
+    def _kinds_with_biases(self, parameters: Iterable[str], has_biases: bool | None) -> set[str]:
+        """Raise CheckpointError for layer norms without biases, unless the files say that there are none."""
+        biases = [name for name in parameters if name.endswith(".bias")]
+        kinds = {self.description.kind(name) for name in biases if has_biases or self.has_any(name)}
+        if has_biases is None and _NORM not in kinds:
+            raise self.source.error(
+                "has layer norms without biases, which may be RMSNorms: if they subtract the mean, as LayerNorm does, "
+                f"write {self.source.folder / 'config.json'} with bias, false."
+            )
+        return kinds
 
     def _joined(self, parameter: str, names: tuple[str, ...], shape: Shape) -> Transform:
         """Raise CheckpointError if neither the description nor a shape tells rows from columns."""
@@ -276,24 +281,24 @@ class Model:
 def by_user(source: Source, names: Mapping[str, Any]) -> Source:
     """Return the source with a description, or by the names, if all are its own, that are given to its tensors."""
     tensors = source.container.tensors
-    given = {name: value for name, value in names.items() if value is not None}
-    is_rename = all(isinstance(value, str) and name in tensors for name, value in given.items())
-    if not is_rename and any(map(_OURS.fullmatch, given)):
+    theirs = {name: value for name, value in names.items() if value is not None}
+    is_rename = all(isinstance(value, str) and name in tensors for name, value in theirs.items())
+    if not is_rename and any(map(_OURS.fullmatch, theirs)):
         return replace(source, description=names)
-    patterns = {name: _pattern(name) for name in names if name not in given}
+    patterns = {name: _pattern(name) for name in names if name not in theirs}
     if len(patterns) > MAX_LEFT_OUT:
         raise source.error(f"has a {TENSOR_NAMES} of {len(patterns)} patterns to leave out.")
-    renamed = {name: given.get(name, name) for name in tensors if not matches(name, patterns.values())}
+    renamed = {name: theirs.get(name, name) for name in tensors if not matches(name, patterns.values())}
     times = Counter(map(str, renamed.values()))
     wrong = {
         "names tensors that the files lack": [
-            *(name for name in given if name not in tensors),
+            *(name for name in theirs if name not in tensors),
             *(name for name in patterns if not any(matches(one, (patterns[name],)) for one in tensors)),
         ],
-        "gives no text for": [name for name, value in given.items() if not isinstance(value, str)],
+        "gives no text for": [name for name, value in theirs.items() if not isinstance(value, str)],
         "gives one name to several": [name for name in times if times[name] > 1],
     }
-    problems = [f"{what}: {listed(found)}" for what, found in wrong.items() if found]
+    problems = [f"{what}: {listed(wrong_names)}" for what, wrong_names in wrong.items() if wrong_names]
     if problems:
         raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
     container = replace(source.container, tensors={new: tensors[name] for name, new in renamed.items()})

@@ -12,7 +12,21 @@ from typing import Any
 import numpy as np
 
 from ..config import ACTIVATIONS, STRUCTURE, ModelConfig, is_transposed
-from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
+from ..errors import (
+    BOOLEAN,
+    LARGEST,
+    TOKEN_ID,
+    CheckpointError,
+    Checks,
+    is_number,
+    is_whole,
+    one_of,
+    only,
+    or_null,
+    shown,
+    size_to,
+    wrong_fields,
+)
 from ..files import StoredTokenizer, read_json_object
 from ..tensor import Container, LazyTensor, StoredTensor, Tensor, zeros
 
@@ -39,8 +53,17 @@ class Source:
         return self.json("config.json")
 
     @property
+    def beside(self) -> dict[str, Any]:
+        """The fields of a config.json next to the file."""
+        return self.config_json or {}
+
+    @property
+    def generation_json(self) -> dict[str, Any] | None:
+        return self.json("generation_config.json")
+
+    @property
     def model_type(self) -> Any:
-        return (self.config_json or {}).get("model_type")
+        return self.beside.get("model_type")
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path} {text}")
@@ -54,6 +77,11 @@ class NamedTensor:
     file_name: str
     tensor: StoredTensor
     part: int = 0
+
+
+def num_parts(tensors: Iterable[NamedTensor]) -> int:
+    """Return in how many parts divided tensors are."""
+    return 1 + max((named.part for named in tensors), default=0)
 
 
 def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTensor]:
@@ -160,8 +188,8 @@ _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 def split_name(parameter: str) -> tuple[str | None, str, str]:
     """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
-    found = _PARAMETER.fullmatch(parameter)
-    return found.groups() if found else (None, *parameter.rsplit(".", 1))
+    in_layer = _PARAMETER.fullmatch(parameter)
+    return in_layer.groups() if in_layer else (None, *parameter.rsplit(".", 1))
 
 
 @dataclass(frozen=True)
@@ -201,9 +229,9 @@ class Family:
 
     name, described_by: of the model and the place of its configuration, for messages. config: raises one
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
-    ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
-    out. advice: for an error of matching. tokenizer: in the weights' files. chat_options: of
-    a Checkpoint. layout: transformers'. finish: folds tensors that are no parameters into parameters.
+    ignored: patterns of known, unused names. quirks: what loading evens out. advice: for an error of matching.
+    tokenizer: in the weights' files. chat_options: of a Checkpoint. layout: transformers'.
+    finish: folds tensors that are no parameters into parameters.
     """
 
     name: str
@@ -213,7 +241,6 @@ class Family:
     detect: Callable[[Source], bool] = lambda source: True
     named: Callable[[Source], Iterable[NamedTensor]] = as_named
     ignored: tuple[str, ...] = ()
-    parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""
     tokenizer: Callable[[Source], StoredTokenizer | None] = lambda source: None
@@ -270,32 +297,12 @@ def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
 
 
-def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
-    shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
-    return lambda value: value is None or value == allowed, f"{shown}, because {because}"
-
-
-def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}"
-
-
-def size_to(most: int, least: int = 1) -> tuple[Callable[[Any], bool], str]:
-    """Return the check of a size: beyond `most`, config.json is damaged or an attack on memory."""
-    return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
-
-
-def or_null(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value is None or check[0](value), f"{check[1]}, or null"
-
-
 def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
     if isinstance(token_ids, list):
         return tuple(token_ids)
     return () if token_ids is None else (token_ids,)
 
 
-BOOLEAN = (is_bool, "true or false")
-LARGEST = 2**31 - 1
 # As in transformers, token ids outside the vocabulary are allowed: they are never produced.
 CHECKS: Checks = {
     "quantization_config": only(None, "quantized checkpoints are not implemented"),
@@ -311,7 +318,7 @@ CHECKS: Checks = {
         lambda value: is_number(value) and 0 <= value <= sys.float_info.max,
         "a number from 0 up",
     ),
-    "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+    "bos_token_id": TOKEN_ID,
     "eos_token_id": (
         lambda value: all(map(is_whole, _as_tuple(value))),
         "a token id, a list of token ids or null",
@@ -338,7 +345,7 @@ def config_of_parts(
     """
     V = {**seen, **said}.get("vocab_size")
     end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
-    beside = {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
+    beside = {name: value for name, value in source.beside.items() if name in UNSEEN}
     values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
     if values.get("n_head") is None:
         width = values.get("n_embd")
@@ -356,7 +363,7 @@ def config_of_parts(
 
 def refuse_other_heads(source: Source, n_head: Any) -> None:
     """Raise CheckpointError if the files' n_head is not that of a config.json: shapes fit either."""
-    if (beside := (source.config_json or {}).get("n_head")) not in (None, n_head):
+    if (beside := source.beside.get("n_head")) not in (None, n_head):
         raise source.error(
             f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one."
         )
@@ -382,7 +389,9 @@ class Shapes:
     def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
         """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
         numbers = [
-            int(found[1]) for name in self._shapes if (found := re.match(rf"{layer}(\d{{1,9}})[./]", name))
+            int(in_layer[1])
+            for name in self._shapes
+            if (in_layer := re.match(rf"{layer}(\d{{1,9}})[./]", name))
         ]
         return {
             "vocab_size": self.size(embedding, 0),

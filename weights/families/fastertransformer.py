@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
+from ..containers.ranks import number_of
 from ..errors import shown
 from ..tensor import StoredTensor
 from .family import (
@@ -20,6 +21,7 @@ from .family import (
     TensorRule,
     Transform,
     config_of_parts,
+    num_parts,
     shared,
     split_name,
 )
@@ -90,12 +92,12 @@ def _settings(source: Source) -> dict[str, str]:
 
 def _named(source: Source) -> Iterable[NamedTensor]:
     for name, tensor in source.container.tensors.items():
-        found = _GPU.fullmatch(name)
-        own, part = (found[1], int(found[2])) if found else (name, 0)
+        of_gpu = _GPU.fullmatch(name)
+        own, part = (of_gpu[1], int(of_gpu[2])) if of_gpu else (name, 0)
         if _EXPERTS not in own:
             yield NamedTensor(own, name, tensor, part)
             continue
-        for expert, of_expert in enumerate(_split(tensor, _number(_settings(source).get("expert_num")))):
+        for expert, of_expert in enumerate(_split(tensor, number_of(_settings(source).get("expert_num")))):
             yield NamedTensor(own.replace(_EXPERTS, f".mlp.experts.{expert}."), name, of_expert, part)
 
 
@@ -108,15 +110,11 @@ def _split(tensor: StoredTensor, n: Any) -> list[StoredTensor]:
     return [replace(tensor, shape=shape, offset=tensor.offset + size * i) for i in range(n)]
 
 
-def _parts(source: Source) -> int:
-    return 1 + max((one.part for one in _named(source)), default=0)
-
-
 def _config(source: Source) -> ModelConfig:
-    settings, n = _settings(source), _parts(source)
+    settings, n = _settings(source), num_parts(_named(source))
     structure = _structure(source, settings)
-    heads = _number(settings.get("head_num"))
-    head_size = _number(settings.get("size_per_head"))
+    heads = number_of(settings.get("head_num"))
+    head_size = number_of(settings.get("size_per_head"))
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)) or heads % n:
         raise source.error(
             f"has head_num {shown(heads)} and size_per_head {shown(head_size)} for {n} GPUs: both must be "
@@ -131,12 +129,12 @@ def _config(source: Source) -> ModelConfig:
     length = settings.get("max_pos_seq_len", _BLOOMS_LENGTH)
     seen = {
         "vocab_size": shapes.size(_name(EMBEDDING), 0) // C,
-        "n_positions": shapes.size(_name(POSITIONS), 0) // C if has_table else _number(length),
+        "n_positions": shapes.size(_name(POSITIONS), 0) // C if has_table else number_of(length),
         "n_embd": C,
         "n_head": heads,
         "n_inner": shapes.size(f"model.layers.0.mlp.{experts}dense_h_to_4h.bias", 0) * n,
     }
-    said = {ours: _number(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings}
+    said = {ours: number_of(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings}
     if (activation := settings.get("activation_type")) is not None:
         said["activation_function"] = _ACTIVATIONS.get(activation.lower(), activation)
     return config_of_parts(source, "config.ini", {"activation_function": "gelu_new"}, seen, said, structure)
@@ -144,15 +142,15 @@ def _config(source: Source) -> ModelConfig:
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     structure, wrong = {}, []
-    found = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
-    found = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in found.items()}
+    switches = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
+    switches = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in switches.items()}
     for name, (usual, other, fields) in _ARITHMETIC.items():
-        if found[name] == other:
+        if switches[name] == other:
             structure |= fields
-        elif found[name] != usual:
+        elif switches[name] != usual:
             wrong.append(name)
-    has_bias = found["use_attention_linear_bias"] == "true"
-    if has_bias != (found["has_positional_encoding"] == "false"):
+    has_bias = switches["use_attention_linear_bias"] == "true"
+    if has_bias != (switches["has_positional_encoding"] == "false"):
         wrong += ["has_positional_encoding", "use_attention_linear_bias"]
     # BLOOM's residual from after its layer norm is not implemented.
     if has_bias and "norm_placement" in structure:
@@ -169,19 +167,10 @@ def _experts(source: Source, settings: Mapping[str, str], shapes: Shapes, C: int
     """Raise CheckpointError if gates, in proportion to which are the names, are not those of the settings."""
     layers = tuple(sorted({int(layer) for layer in re.findall(r"\d{1,6}", settings.get("moe_layers", ""))}))
     experts = {shapes.size(_GATE.format(layer), 0) / C for layer in layers}
-    num_experts = _number(settings.get("expert_num"))
+    num_experts = number_of(settings.get("expert_num"))
     if type(num_experts) is not int or experts != {num_experts}:
         raise source.error(f"has gates of {sorted(experts)} experts: correct moe_layers and expert_num.")
     return {"expert_layers": layers, "num_experts": num_experts}
-
-
-def _number(text: Any) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except (TypeError, ValueError):
-            continue
-    return text
 
 
 def _name(parameter: str) -> str:
@@ -191,7 +180,7 @@ def _name(parameter: str) -> str:
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     shapes = parameter_shapes(config)
-    n = _parts(source)
+    n = num_parts(_named(source))
     return {name: _rule(name, shape, n) for name, shape in shapes.items()}
 
 
@@ -224,9 +213,9 @@ def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
     settings = source.container.metadata
-    given = _number(_settings(source).get("inter_size"))
-    quirks = [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
-    quirks = [] if given == config.n_inner else quirks
+    inter_size = number_of(_settings(source).get("inter_size"))
+    quirks = [f"inter_size is {inter_size} in config.ini and {config.n_inner} in the files"]
+    quirks = [] if inter_size == config.n_inner else quirks
     if config.expert_layers:
         quirks.append(f"each token has 1 of {config.num_experts} experts; biases of their outputs are added")
     modes = {section.get("int8_mode", "0") for section in settings.values()} - {"0"}
@@ -243,7 +232,6 @@ FAMILY = Family(
     named=_named,
     # Soft prompts, and int8 copies.
     ignored=(r".*model\.prompt_table\..*", r".*\.int8.*", r".*\.scale(_inter|_out)?"),
-    parts=_parts,
     quirks=_quirks,
 )
 BLOOM = replace(

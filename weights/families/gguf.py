@@ -60,14 +60,14 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 
 
 def _tokenizer(source: Source) -> StoredTokenizer | None:
-    about = {
+    keys = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in source.container.metadata.items()
         if name.startswith("tokenizer.ggml.")
     }
-    if "tokens" not in about or about.get("model") in ("none", "no_vocab"):
+    if "tokens" not in keys or keys.get("model") in ("none", "no_vocab"):
         return None
-    return gguf_tokenizer(about, source.path)
+    return gguf_tokenizer(keys, source.path)
 
 
 def _chat_options(source: Source) -> dict[str, Any]:
@@ -80,41 +80,41 @@ def _chat_options(source: Source) -> dict[str, Any]:
     return {"chat_template": metadata["tokenizer.chat_template"], **known}
 
 
-def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
-    tokens = about["tokens"]
-    ends = [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
-    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
+def _is_gguf_tokenizer(keys: Mapping[str, Any]) -> bool:
+    tokens = keys["tokens"]
+    ends = [keys.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    lists = [(tokens, str), (keys.get("merges", []), str), (keys.get("token_type", []), int)]
     return (
         all(
             isinstance(values, list) and all(type(value) is kind for value in values)
             for values, kind in lists
         )
-        and len(about.get("token_type", tokens)) == len(tokens)
+        and len(keys.get("token_type", tokens)) == len(tokens)
         and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
     )
 
 
-def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> StoredTokenizer:
-    """about: keys after "tokenizer.ggml.". Raise CheckpointError."""
-    if not _is_gguf_tokenizer(about):
+def gguf_tokenizer(keys: Mapping[str, Any], path: Path) -> StoredTokenizer:
+    """keys: those after "tokenizer.ggml.". Raise CheckpointError."""
+    if not _is_gguf_tokenizer(keys):
         raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
-    if about.get("model") != "gpt2" or about.get("pre", "default") not in ("gpt-2", "default", "bloom"):
-        kind = f"{shown(about.get('model'))}, {shown(about.get('pre'))}"
+    if keys.get("model") != "gpt2" or keys.get("pre", "default") not in ("gpt-2", "default", "bloom"):
+        kind = f"{shown(keys.get('model'))}, {shown(keys.get('pre'))}"
         raise NoTokenizerError(f"{path} has a tokenizer {kind}, which is not implemented: give token ids.")
-    tokens = about["tokens"]
-    kinds = about.get("token_type") or [NORMAL] * len(tokens)
+    tokens = keys["tokens"]
+    kinds = keys.get("token_type") or [NORMAL] * len(tokens)
     used = [
         (i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED
     ]
     vocab = {token: i for i, token, _ in used}
     if twice := [token for i, token, _ in used if vocab[token] != i]:
         raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
-    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
-    end = about.get("eos_token_id")
+    begin = keys.get("bos_token_id") if keys.get("add_bos_token") else None
+    end = keys.get("eos_token_id")
     return StoredTokenizer(
-        cuts="bloom" if about.get("pre") == "bloom" else "gpt-2",
+        cuts="bloom" if keys.get("pre") == "bloom" else "gpt-2",
         vocab=vocab,
-        merges=about.get("merges") or [],
+        merges=keys.get("merges") or [],
         added_tokens={token: kind == CONTROL for _, token, kind in used if kind in (CONTROL, USER_DEFINED)},
         bos_token=None if begin is None else tokens[begin],
         eos_token=None if end is None else tokens[end],

@@ -68,11 +68,11 @@ def named_in(tables: tuple[str, ...], source: Source, has_wrappers: bool = True)
     tensors, dicts = source.container.tensors, source.container.dicts
     places = {}
     for table in tables:
-        found = [name for name in tensors if f".{name}".endswith(f".{table}")]
-        found = [name for name in found if dicts.get(name) == MODEL] or found
-        if table in found and not has_wrappers:
-            found = [table]
-        for name in found:
+        copies = [name for name in tensors if f".{name}".endswith(f".{table}")]
+        copies = [name for name in copies if dicts.get(name) == MODEL] or copies
+        if table in copies and not has_wrappers:
+            copies = [table]
+        for name in copies:
             parts = name.removesuffix(table).split(".")[:-1]
             while has_wrappers and parts and parts[-1] in WRAPPERS:
                 parts.pop()
@@ -135,7 +135,7 @@ FAMILY = Family(
     name="GPT-2",
     described_by="config.json",
     detect=_is_gpt2s,
-    config=lambda source: model_config(source.config_json or {}, source.json("generation_config.json")),
+    config=lambda source: model_config(source.beside, source.generation_json),
     rules=lambda source, config: _rules(config),
     named=named,
     ignored=IGNORED,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
-from ..containers.ranks import NEMO_CONFIG, RANK
+from ..containers.ranks import NEMO_CONFIG, RANK, number_of
 from ..containers.torch import fields_of
 from ..errors import listed, shown
 from ..files import StoredTokenizer, read_json, read_yaml_object
@@ -25,6 +25,7 @@ from .family import (
     TensorRule,
     as_is,
     config_of_parts,
+    num_parts,
     qkv_by_heads,
     split_name,
 )
@@ -58,20 +59,20 @@ def has_names(source: Source) -> bool:
 def rank_of(name: str) -> tuple[int, int, str]:
     """Return a tensor's tensor and pipeline parallel rank, and its name in that rank's file."""
     folder, slash, rest = name.partition("/")
-    found = RANK.fullmatch(folder) if slash else None
-    if found is None:
+    rank = RANK.fullmatch(folder) if slash else None
+    if rank is None:
         return 0, 0, name
-    tensor, pipeline = (found[1], found[2]) if found[1] else (found[3], found[4])
+    tensor, pipeline = (rank[1], rank[2]) if rank[1] else (rank[3], rank[4])
     return int(tensor), int(pipeline or 0), rest
 
 
 def named(source: Source) -> Iterable[NamedTensor]:
     """Number layers in the whole model: files do so in a stage of the pipeline, or a part of a virtual stage."""
-    found = [(*rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
-    stages = 1 + max((pipeline for _, pipeline, *_ in found), default=0)
-    layers = (_LAYER.match(_MODEL.sub("", name, count=1)) for _, _, name, *_ in found)
+    by_rank = [(*rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
+    stages = 1 + max((pipeline for _, pipeline, *_ in by_rank), default=0)
+    layers = (_LAYER.match(_MODEL.sub("", name, count=1)) for _, _, name, *_ in by_rank)
     local = 1 + max((int(layer[1]) for layer in layers if layer), default=-1)
-    for rank, pipeline, name, file_name, tensor in found:
+    for rank, pipeline, name, file_name, tensor in by_rank:
         model = _MODEL.match(name)
         # `model1` is the second of the parts that alternate on a GPU.
         virtual = int(model[1] or 0) if model else 0
@@ -93,10 +94,6 @@ def name_of(name: str, first: int) -> str:
             rest = before + rest.removeprefix("attention.").removeprefix(core)
             break
     return f"layers.{first + int(layer[1])}.{rest}"
-
-
-def parts_of(source: Source) -> int:
-    return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
 
 
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
@@ -163,13 +160,14 @@ def config_of(
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
     """inner: the tensor that shows an MLP's width."""
-    n = parts_of(source)
+    tensors = list(tensors)
+    n = num_parts(tensors)
     seen = Shapes(source, tensors).sizes(NAMES.of(EMBEDDING), NAMES.of(POSITIONS), (inner, 0), r"layers\.")
     seen = {name: size * n if name in ("vocab_size", "n_inner") else size for name, size in seen.items()}
     seen["tie_word_embeddings"] = not settings.get("untie_embeddings_and_output_weights", False)
     # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
-    given = {
-        ours: _number(value)
+    said = {
+        ours: number_of(value)
         for theirs, ours in _SIZES.items()
         if (value := settings.get(theirs)) is not None
         and not (isinstance(value, str) and value.startswith("${"))
@@ -177,18 +175,10 @@ def config_of(
     # The one model that was published without settings has 16 heads.
     heads = 16 if not settings and seen["n_embd"] == 1024 else None
     guessed = {"n_head": heads, "activation_function": _activation_of(settings)}
-    config = config_of_parts(source, "its settings", guessed, seen, given, structure)
+    config = config_of_parts(source, "its settings", guessed, seen, said, structure)
     if config.n_head % n:
         raise source.error(f"has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
     return config
-
-
-def _number(value: Any) -> Any:
-    """Return the number of a text, as YAML takes 1e-5 for one."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _activation_of(settings: Mapping[str, Any]) -> str:
@@ -315,7 +305,6 @@ FAMILY = Family(
     rules=_rules,
     named=named,
     ignored=(f"{BESIDE}.*", ".*_extra_state"),
-    parts=parts_of,
     quirks=_quirks,
     tokenizer=_tokenizer,
     advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",
@@ -338,8 +327,8 @@ _SETTINGS = ("num_experts", "expert_num", "topk", "mlp_type")
 def _named_with_experts(source: Source) -> Iterable[NamedTensor]:
     for file_name, tensor in source.container.tensors.items():
         part, _, name = rank_of(file_name)
-        if found := _IN_FILE.search(name):
-            layer, expert, module, kind = found.groups()
+        if expert_tensor := _IN_FILE.search(name):
+            layer, expert, module, kind = expert_tensor.groups()
             yield NamedTensor(f"layers.{layer}.mlp.experts.{expert}.{module}.{kind}", file_name, tensor, part)
         else:
             yield NamedTensor(name_of(name, 0), file_name, tensor, part)
@@ -354,7 +343,7 @@ def _config_of_experts(source: Source) -> ModelConfig:
         raise source.error(f"is in {len(stages)} stages of a pipeline, which is not implemented for experts.")
     if settings.get("mlp_type") == "residual" or any(".mlp.coefficient." in one.name for one in tensors):
         raise source.error("has an MLP beside its experts (mlp_type residual), which is not implemented.")
-    gates = {int(found[1]): one.tensor.shape for one in tensors if (found := _IN_GATE.fullmatch(one.name))}
+    gates = {int(gate[1]): one.tensor.shape for one in tensors if (gate := _IN_GATE.fullmatch(one.name))}
     numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
     if len(numbers) != 1:
         raise source.error(
@@ -363,11 +352,11 @@ def _config_of_experts(source: Source) -> ModelConfig:
     (num_experts,) = numbers
     per_token = settings.get("topk", 1)
     # The list of missing tensors has to be in proportion to the files.
-    found = sum(".mlp.experts." in one.name for one in tensors)
+    num_tensors = sum(".mlp.experts." in one.name for one in tensors)
     wanted = num_experts * len(gates)
-    if found < wanted:
+    if num_tensors < wanted:
         raise source.error(
-            f"has gates for {wanted} experts and {found} tensors of experts: give the whole folder."
+            f"has gates for {wanted} experts and {num_tensors} tensors of experts: give the whole folder."
         )
     if type(per_token) is not int or not 1 <= per_token <= num_experts:
         raise source.error(f"has topk {shown(per_token)} of {num_experts} experts.")

@@ -45,12 +45,12 @@ def _named(source: Source) -> Iterable[NamedTensor]:
     """Yield all tensors; one in several branches of a graph has several names there."""
     seen, head = set(), _head(source)
     for name, tensor in source.container.tensors.items():
-        found = _NAME.fullmatch(name)
-        if found and found[1] not in seen:
-            seen.add(found[1])
+        match = _NAME.fullmatch(name)
+        if match and match[1] not in seen:
+            seen.add(match[1])
             # An embedding that was merged with its tied head.
-            is_table = found[1] == HEAD and head is not None
-            yield NamedTensor(EMBEDDING if is_table else found[1], name, tensor)
+            is_table = match[1] == HEAD and head is not None
+            yield NamedTensor(EMBEDDING if is_table else match[1], name, tensor)
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)
         else:
@@ -65,7 +65,7 @@ def _named(source: Source) -> Iterable[NamedTensor]:
 def _head(source: Source) -> str | None:
     """Return a tied head's copy without a name: the (C, V) matrix of the last product."""
     tensors = source.container.tensors
-    names = {found[1]: name for name in tensors if (found := _NAME.fullmatch(name))}
+    names = {match[1]: name for name in tensors if (match := _NAME.fullmatch(name))}
     tables = [names[table] for table in (EMBEDDING, HEAD) if table in names]
     if len(tables) != 1:
         return None
@@ -84,13 +84,13 @@ def _config(source: Source) -> ModelConfig:
     _refuse(source, source.container.graph)
     said = _seen(source)
     if source.model_type == "gpt2":  # exporters copy it from the model
-        config = model_config(source.config_json or {}, source.json("generation_config.json"))
+        config = model_config(source.beside, source.generation_json)
         refuse_other_heads(source, said.get("n_head", config.n_head))
         return config
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
     seen = shapes.sizes(embedding, "wpe.weight", ("h.0.mlp.c_fc.bias", 0), r"h\.")
-    if "activation_function" not in {**(source.config_json or {}), **said}:
+    if "activation_function" not in {**source.beside, **said}:
         raise source.error(
             "computes its activation in a way that is not known: write a config.json beside it, such as "
             '{"activation_function": "gelu_new"}.'
@@ -114,7 +114,7 @@ def _refuse(source: Source, graph: Graph) -> None:
         raise source.error(
             f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner."
         )
-    if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
+    if not any(match and match[1].startswith("h.") for match in map(_NAME.fullmatch, names)):
         there = listed(names, 3)
         raise source.error(
             f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded."
@@ -173,7 +173,7 @@ def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    if "layer_norm_epsilon" in {**(source.config_json or {}), **_seen(source)}:
+    if "layer_norm_epsilon" in {**source.beside, **_seen(source)}:
         return []
     return [f"layer_norm_epsilon is {config.layer_norm_epsilon}, as the graph does not show it"]
 

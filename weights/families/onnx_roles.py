@@ -4,9 +4,10 @@ Its optimizer keeps one of equal tensors, such as zero biases, so that names are
 known: a scale, another mask or another order would make another model.
 """
 
+from collections import deque
 from dataclasses import replace
 
-from ..config import EMBEDDING, POSITIONS
+from ..config import EMBEDDING, HEAD, POSITIONS
 from ..containers.onnx import Graph, Node
 
 _TABLES, _SUM = "EmbedLayerNormalization", "SkipLayerNormalization"
@@ -22,49 +23,76 @@ _LAYER = (
 )
 
 
+class _OtherGraphError(Exception):
+    """A graph that is not the chain."""
+
+
 def roles_of(graph: Graph) -> dict[str, str]:
     """Return names by parameter, without the head; none for other graphs."""
-    given = {*graph.inputs}
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        inputs, outputs = (*node.inputs, *[""] * 9), (*node.outputs, *[""] * 4)
-        if node.kind == "Cast" and inputs[0] in given:
-            given.add(outputs[0])
-        else:
-            nodes.append(replace(node, inputs=inputs, outputs=outputs))
-    if (
-        not nodes
-        or nodes[0].kind != _TABLES
-        or len(nodes) % len(_LAYER) != 2
-        or not all(map(_is_plain, nodes))
-    ):
+    try:
+        return _roles(graph)
+    except _OtherGraphError:
         return {}
-    ids, segments, *tables, segment_table, weight, bias, _, positions = nodes[0].inputs[:9]
-    if segments or segment_table or not {ids, positions} <= given:
-        return {}
-    roles = {EMBEDDING: tables[0], POSITIONS: tables[1], "h.0.ln_1.weight": weight, "h.0.ln_1.bias": bias}
-    last, stream = nodes[0].outputs[0], nodes[0].outputs[2]
-    for i, node in enumerate(nodes[1:-1]):
-        layer, place = divmod(i, len(_LAYER))
-        kind, names = _LAYER[place]
-        taken = (last, stream) if kind == _SUM else (last,)
-        count = len(taken) + len(names)
-        # A mask, and cached keys and values.
-        more = node.inputs[count + 2 * (kind == "Attention") :]
-        if node.kind != kind or node.inputs[: len(taken)] != taken or any(more):
-            return {}
-        ours = (name.format(layer, layer + 1) for name in names)
-        roles |= dict(zip(ours, node.inputs[len(taken) : count], strict=True))
-        last = node.outputs[0]
-        stream = node.outputs[3] if kind == _SUM else stream
-    L = len(nodes) // len(_LAYER)
-    roles |= {f"ln_f.{kind}": roles.pop(f"h.{L}.ln_1.{kind}", "") for kind in ("weight", "bias")}
-    head = nodes[-1]
-    is_head = head.kind == "MatMul" and head.inputs[0] == last
-    return roles if is_head and graph.tensors.keys() >= {*roles.values(), head.inputs[1]} else {}
 
 
-def _is_plain(node: Node) -> bool:
-    about = node.attributes
-    is_causal = node.kind != "Attention" or about.get("unidirectional") == 1
-    return is_causal and not (node.is_foreign or about.get("do_rotary") or about.get("scale"))
+def _roles(graph: Graph) -> dict[str, str]:
+    chain = _Chain(graph)
+    roles = chain.take_tables()
+    L = len(chain.nodes) // len(_LAYER)
+    for layer in range(L):
+        for kind, names in _LAYER:
+            roles |= chain.take(kind, [name.format(layer, layer + 1) for name in names])
+    roles |= {f"ln_f.{kind}": roles.pop(f"h.{L}.ln_1.{kind}") for kind in ("weight", "bias")}
+    head = chain.take("MatMul", [HEAD])
+    _need(not chain.nodes and graph.tensors.keys() >= {*roles.values(), *head.values()})
+    return roles
+
+
+class _Chain:
+    """Operations that are not taken yet, in order, of which each has the output of the one before."""
+
+    def __init__(self, graph: Graph):
+        self.inputs = {*graph.inputs}
+        self.nodes: deque[Node] = deque()
+        for node in graph.nodes:
+            # As many as any operation of the chain may have.
+            inputs = (*node.inputs, *[""] * 9)
+            outputs = (*node.outputs, *[""] * 4)
+            if node.kind == "Cast" and inputs[0] in self.inputs:
+                self.inputs.add(outputs[0])
+            else:
+                self.nodes.append(replace(node, inputs=inputs, outputs=outputs))
+
+    def take_tables(self) -> dict[str, str]:
+        """Return names of the embeddings and the first layer norm."""
+        node = self._next(_TABLES)
+        ids, segments, wte, wpe, segment_table, weight, bias, _, positions = node.inputs[:9]
+        _need(not segments and not segment_table and {ids, positions} <= self.inputs)
+        self.last, _, self.stream, *_ = node.outputs
+        return {EMBEDDING: wte, POSITIONS: wpe, "h.0.ln_1.weight": weight, "h.0.ln_1.bias": bias}
+
+    def take(self, kind: str, names: list[str]) -> dict[str, str]:
+        """Return names of the next operation's weights by parameter."""
+        node = self._next(kind)
+        before = (self.last, self.stream) if kind == _SUM else (self.last,)
+        count = len(before) + len(names)
+        # An attention may have a mask, and cached keys and values.
+        others = node.inputs[count + 2 * (kind == "Attention") :]
+        _need(node.inputs[: len(before)] == before and not any(others))
+        self.last = node.outputs[0]
+        if kind == _SUM:
+            self.stream = node.outputs[3]
+        return dict(zip(names, node.inputs[len(before) : count], strict=True))
+
+    def _next(self, kind: str) -> Node:
+        _need(bool(self.nodes))
+        node = self.nodes.popleft()
+        is_causal = kind != "Attention" or node.attributes.get("unidirectional") == 1
+        is_foreign = node.is_foreign or node.attributes.get("do_rotary") or node.attributes.get("scale")
+        _need(node.kind == kind and is_causal and not is_foreign)
+        return node
+
+
+def _need(is_so: bool) -> None:
+    if not is_so:
+        raise _OtherGraphError

@@ -6,7 +6,7 @@ rasbt/LLMs-from-scratch (previous_chapters.py).
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import EMBEDDING, ModelConfig
@@ -89,10 +89,14 @@ def _settings(source: Source) -> dict[str, Any]:
     return config.state if is_build_nanogpts else _arguments(source)
 
 
-def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
+def _ask(source: Source, has_heads: bool) -> None:
     """Raise CheckpointError if config.json does not say what no shape shows."""
-    asked = [about for name, about in _ASKED.items() if source.model_type != "gpt2" and not beside.get(name)]
-    if has_heads and not is_bool(beside.get(BY_WIDTH)):
+    asked = [
+        sentence
+        for name, sentence in _ASKED.items()
+        if source.model_type != "gpt2" and not source.beside.get(name)
+    ]
+    if has_heads and not is_bool(source.beside.get(BY_WIDTH)):
         asked.append(
             f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"
         )
@@ -102,73 +106,96 @@ def _ask(source: Source, beside: Mapping[str, Any], has_heads: bool) -> None:
 
 
 def _is_by_width(source: Source) -> bool:
-    return (source.config_json or {}).get(BY_WIDTH) is True
+    return source.beside.get(BY_WIDTH) is True
 
 
-def described(
-    name: str,
-    names: Mapping[str, Any],
-    activation: str | None,
-    is_its: Callable[[Source], Any] = lambda source: True,
-    is_tied: bool = False,
-    **fields: Any,
-) -> Family:
-    """activation: of the program, which its files do not say, or None."""
-    description = Description.of(names, **fields)
-    model = partial(Model, description)
+@dataclass(frozen=True)
+class Program:
+    """A program's GPT-2: its names of parameters, and all that its files do not say.
 
-    def config(source: Source) -> ModelConfig:
-        beside = source.config_json or {}
-        seen = model(source).sizes() | ({"tie_word_embeddings": True} if is_tied else {})
-        if activation is None:
-            _ask(source, beside, has_heads="n_head" in seen)
-            if source.model_type == "gpt2":
-                config = model_config(beside, source.json("generation_config.json"))
-                if (heads := seen.get("n_head", config.n_head)) != config.n_head:
-                    told = f"has {heads} heads, and config.json {config.n_head}: correct that one."
-                    raise source.error(told)
-                return config
-        sizes = fields_of(beside.get("model"))  # minGPT's
-        heads = sizes.get("n_head") or _MINGPT_HEADS.get(str(sizes.get("model_type")))
-        guessed = {"n_head": heads, "activation_function": activation}
-        said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
-        said |= renamed(seen, {"n_head": "n_head"})  # by a matrix of each
-        return config_of_parts(source, "the checkpoint", guessed, seen, said)
+    activation: None if a config.json has to say it. is_its: whether a file has the program's settings.
+    is_tied: whether the head is the embedding. has_all_biases_or_none: of norms and matrices.
+    """
 
-    def rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-        has_biases = {**(source.config_json or {}), **_settings(source)}.get("bias")
-        return model(source).rules(config, has_biases if is_bool(has_biases) else None, _is_by_width(source))
+    name: str
+    description: Description
+    activation: str | None
+    is_its: Callable[[Source], Any] = lambda source: True
+    is_tied: bool = False
+    has_all_biases_or_none: bool = False
 
-    def quirks(source: Source, config: ModelConfig) -> list[str]:
-        told = f"activation_function is {config.activation_function}, which the checkpoint does not say"
-        root = "model's width" if _is_by_width(source) else "size of a head"
-        scale = f"scores are divided by the root of the {root}: {BY_WIDTH} in config.json changes it"
-        has_scale = model(source).heads or _is_by_width(source)
-        return [told] * (activation is not None) + [scale] * bool(has_scale)
+    @property
+    def family(self) -> Family:
+        return Family(
+            name=self.name,
+            described_by="the checkpoint",
+            detect=self.detect,
+            config=self.config,
+            rules=self.rules,
+            named=self.description.named,
+            ignored=(*self.description.left_out, f"{BESIDE}.*"),
+            quirks=self.quirks,
+            tokenizer=_tokenizer,
+            finish=with_head_bias,
+        )
 
-    def detect(source: Source) -> bool:
+    def detect(self, source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
-        its = model(source)
-        names = its.names("h.0.attn.c_attn.weight")
-        if not names or not its.tensors.keys() >= {*names}:
+        if not self.is_its(source):
+            return False
+        model = Model(self.description, source)
+        names = model.names("h.0.attn.c_attn.weight")
+        if not names or not model.tensors.keys() >= {*names}:
             return False
         if len(names) > 1:  # only names tell
-            return its.has_any(EMBEDDING) and its.has_any("h.0.mlp.c_fc.weight")
-        shape = its.tensors[names[0]].shape
+            return model.has_any(EMBEDDING) and model.has_any("h.0.mlp.c_fc.weight")
+        shape = model.tensors[names[0]].shape
         return len(shape) == 2 and shape[0] == 3 * shape[1]
 
-    return Family(
-        name=name,
-        described_by="the checkpoint",
-        detect=lambda source: is_its(source) and detect(source),
-        config=config,
-        rules=rules,
-        named=description.named,
-        ignored=(*description.left_out, f"{BESIDE}.*"),
-        quirks=quirks,
-        tokenizer=_tokenizer,
-        finish=with_head_bias,
-    )
+    def config(self, source: Source) -> ModelConfig:
+        sizes = Model(self.description, source).sizes()
+        if self.is_tied:
+            sizes["tie_word_embeddings"] = True
+        if self.activation is None:
+            _ask(source, has_heads="n_head" in sizes)
+            if source.model_type == "gpt2":
+                return _config_of_transformers(source, sizes)
+        mingpts = fields_of(source.beside.get("model"))
+        heads = mingpts.get("n_head") or _MINGPT_HEADS.get(str(mingpts.get("model_type")))
+        guessed = {"n_head": heads, "activation_function": self.activation}
+        said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
+        said |= renamed(sizes, {"n_head": "n_head"})  # by a matrix of each
+        return config_of_parts(source, "the checkpoint", guessed, sizes, said)
+
+    def rules(self, source: Source, config: ModelConfig) -> dict[str, TensorRule]:
+        model = Model(self.description, source)
+        has_biases = {**source.beside, **_settings(source)}.get("bias")
+        if not is_bool(has_biases):
+            has_none = self.has_all_biases_or_none and not model.has_biases(config)
+            has_biases = False if has_none else None
+        return model.rules(config, has_biases, _is_by_width(source))
+
+    def quirks(self, source: Source, config: ModelConfig) -> list[str]:
+        quirks = []
+        if self.activation is not None:
+            quirks.append(
+                f"activation_function is {config.activation_function}, which the checkpoint does not say"
+            )
+        if Model(self.description, source).heads or _is_by_width(source):
+            root = "model's width" if _is_by_width(source) else "size of a head"
+            quirks.append(
+                f"scores are divided by the root of the {root}: {BY_WIDTH} in config.json changes it"
+            )
+        return quirks
+
+
+def _config_of_transformers(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
+    """Raise CheckpointError if a matrix of each head shows another number of them."""
+    config = model_config(source.beside, source.generation_json)
+    heads = sizes.get("n_head", config.n_head)
+    if heads != config.n_head:
+        raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
+    return config
 
 
 def _tokenizer(source: Source) -> StoredTokenizer | None:
@@ -204,16 +231,19 @@ def of_user(source: Source, names: Mapping[str, Any]) -> Family:
             '{"its name": "the name of that model"}.'
         )
     try:
-        return described(f"GPT-2 of {TENSOR_NAMES}", names, None, is_users=True)
+        return Program(f"GPT-2 of {TENSOR_NAMES}", Description.of(names, is_users=True), None).family
     except ValueError as error:
         wanted = 'a name, a list of names, {"names": [...], "axis": 0, "transpose": true} or null'
         raise source.error(f"has a {TENSOR_NAMES} that gives {error}: it must give {wanted}.") from None
 
 
-_OF_GPT2 = partial(described, names=_GPT2, unlike=())
-_OF_THREE = partial(described, unlike=("attn.c_attn",))
-NANOGPT = _OF_GPT2("nanoGPT", activation="gelu", is_its=_arguments, is_tied=True)
-BUILD_NANOGPT = _OF_GPT2("build-nanogpt", activation="gelu_new", is_its=_settings, is_tied=True)
-MINGPT = _OF_GPT2("minGPT", activation="gelu_new")
-LLMS_FROM_SCRATCH = _OF_THREE("LLMs-from-scratch", _LLMS_FROM_SCRATCH, "gelu_new")
-LECTURE = _OF_THREE("Karpathy's lecture", _LECTURE, "relu")
+_LINEAR_GPT2 = Description.of(_GPT2, unlike=())
+NANOGPT = Program(
+    "nanoGPT", _LINEAR_GPT2, "gelu", is_its=_arguments, is_tied=True, has_all_biases_or_none=True
+).family
+BUILD_NANOGPT = Program("build-nanogpt", _LINEAR_GPT2, "gelu_new", is_its=_settings, is_tied=True).family
+MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new").family
+LLMS_FROM_SCRATCH = Program(
+    "LLMs-from-scratch", Description.of(_LLMS_FROM_SCRATCH, unlike=("attn.c_attn",)), "gelu_new"
+).family
+LECTURE = Program("Karpathy's lecture", Description.of(_LECTURE, unlike=("attn.c_attn",)), "relu").family

@@ -50,12 +50,12 @@ class _Modules:
     def __init__(self, tensors: Mapping[str, list[StoredTensor]], is_in_out: bool = False):
         self.masks: dict[str, None] = {}
         self.left: dict[str, Part] = defaultdict(dict)
-        for name, each in tensors.items():
-            shape = each[0].shape[::-1] if is_in_out else each[0].shape
-            if _MASK.fullmatch(name) and all(map(_is_mask, each)):
+        for name, of_layers in tensors.items():
+            shape = of_layers[0].shape[::-1] if is_in_out else of_layers[0].shape
+            if _MASK.fullmatch(name) and all(map(_is_mask, of_layers)):
                 self.masks[name] = None
-            elif each[0].is_floating and (found := _KIND.fullmatch(name)):
-                self.left[found[1]]["weight" if found[2] else "bias"] = name, shape
+            elif of_layers[0].is_floating and (parameter := _KIND.fullmatch(name)):
+                self.left[parameter[1]]["weight" if parameter[2] else "bias"] = name, shape
             else:
                 raise _UndecidedError(name)
 
@@ -64,14 +64,14 @@ class _Modules:
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
         """Return the module whose name has the words; a norm has a bias. None: any size."""
-        found = [
+        fitting = [
             module
             for module, part in self.left.items()
             if _is_like(part, shape) and re.search(words, module, re.IGNORECASE)
         ]
-        if len(found) != 1:
-            raise _UndecidedError(f"{what} ({listed(found, 4) or 'nothing fits'})")
-        part = self.left.pop(found[0])
+        if len(fitting) != 1:
+            raise _UndecidedError(f"{what} ({listed(fitting, 4) or 'nothing fits'})")
+        part = self.left.pop(fitting[0])
         if len(shape) == 1 and "bias" not in part:
             raise _UndecidedError(f"{what}, which has no bias, as RMSNorm, which is no LayerNorm")
         return part
@@ -110,8 +110,8 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     for name, tensor in source.container.tensors.items():
         if not is_beside(source, name, None):
             groups[_NUMBER.sub("*", name, 1)].append(tensor)
-    top = {name: each for name, each in groups.items() if "*" not in name}
-    widths = {each[0].shape[1] for each in top.values() if len(each[0].shape) == 2}
+    top = {name: of_layers for name, of_layers in groups.items() if "*" not in name}
+    widths = {of_layers[0].shape[1] for of_layers in top.values() if len(of_layers[0].shape) == 2}
     if len(widths) != 1:
         raise _UndecidedError("the embeddings, which are not of one width")
     C = widths.pop()
@@ -125,17 +125,17 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     names: dict[str, Any] = {**around.masks, **inside.masks}
     for ours, of_ours in parts.items():
         for kind in ("weight", "bias"):
-            found = [part[kind] for part in of_ours if kind in part]
-            theirs = [name for name, _ in found]
-            is_matrix = ours.startswith("h.") and found and len(found[0][1]) == 2
+            of_kind = [part[kind] for part in of_ours if kind in part]
+            theirs = [name for name, _ in of_kind]
+            is_matrix = ours.startswith("h.") and of_kind and len(of_kind[0][1]) == 2
             if theirs:
                 names[f"{ours}.{kind}"] = {"names": theirs, "transpose": is_in_out} if is_matrix else theirs
     return names
 
 
-def _of_heads(name: str, each: list[StoredTensor], C: int) -> str:
+def _of_heads(name: str, of_layers: list[StoredTensor], C: int) -> str:
     """Put a * for a head's number: of the head's matrix (D, C)."""
-    is_of_head = len(each[0].shape) == 2 and each[0].shape[0] < C == each[0].shape[1]
+    is_of_head = len(of_layers[0].shape) == 2 and of_layers[0].shape[0] < C == of_layers[0].shape[1]
     return _NUMBER.sub("*", name) if is_of_head else name
 
 
@@ -148,10 +148,10 @@ def _table(ours: str, is_named: bool = True) -> str:
 
 
 def _around(modules: _Modules, C: int) -> dict[str, list[Part]]:
-    found = {"wpe": [modules.take("wpe", _table("wpe"), None, C)], "ln_f": [modules.take("ln_f", "", C)]}
+    parts = {"wpe": [modules.take("wpe", _table("wpe"), None, C)], "ln_f": [modules.take("ln_f", "", C)]}
     if len(modules.left) > 1:
-        found["lm_head"] = [modules.take("lm_head", _table("lm_head"), None, C)]
-    return {**found, "wte": [modules.take("wte", _table("wte", is_named=False), None, C)]}
+        parts["lm_head"] = [modules.take("lm_head", _table("lm_head"), None, C)]
+    return {**parts, "wte": [modules.take("wte", _table("wte", is_named=False), None, C)]}
 
 
 def _in_layer(modules: _Modules, C: int, is_in_order: bool) -> dict[str, list[Part]]:
@@ -164,12 +164,12 @@ def _in_layer(modules: _Modules, C: int, is_in_order: bool) -> dict[str, list[Pa
             "linear-qkv"
         )
     rows = 3 * C if words == [""] else None
-    found = {
-        "attn.c_attn": [modules.take("c_attn", each, rows, C) for each in words],
+    in_layer = {
+        "attn.c_attn": [modules.take("c_attn", word, rows, C) for word in words],
         "attn.c_proj": [modules.take("attention's output", "", C, C)],
         "ln_2": [modules.take("ln_2", _SECOND, C)],
         "ln_1": [modules.take("ln_1", "", C)],
         "mlp.c_fc": [modules.take("c_fc", "", None, C)],
         "mlp.c_proj": [modules.take("the MLP's output", "", C, None)],
     }
-    return {f"h.*.{ours}": parts for ours, parts in found.items()}
+    return {f"h.*.{ours}": parts for ours, parts in in_layer.items()}

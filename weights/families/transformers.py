@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
-from ..errors import CheckpointError, Checks, is_whole
-from ..tensor import ones, zeros
-from .family import (
+from ..errors import (
     BOOLEAN,
     LARGEST,
+    TOKEN_ID,
+    CheckpointError,
+    Checks,
+    is_whole,
+    one_of,
+    only,
+    or_null,
+    size_to,
+)
+from ..tensor import ones, zeros
+from .family import (
     NO_BIAS,
     NONE,
     Family,
@@ -25,13 +34,9 @@ from .family import (
     as_is,
     checked_config,
     named_by,
-    one_of,
-    only,
-    or_null,
     qkv_by_heads,
     renamed,
     rule_in_out,
-    size_to,
     written_config,
 )
 from .gpt2 import ALIASES, IGNORED
@@ -102,10 +107,8 @@ class ModelType:
         return Family(
             name=self.family_name,
             described_by="config.json",
-            config=lambda source: self.model_config(
-                source.config_json or {}, source.json("generation_config.json")
-            ),
-            rules=lambda source, config: self.rules(config, source.config_json or {}),
+            config=lambda source: self.model_config(source.beside, source.generation_json),
+            rules=lambda source, config: self.rules(config, source.beside),
             named=partial(named_by, self._short_name),
             ignored=self.ignored,
             quirks=lambda source, config: self.quirks,
@@ -392,7 +395,7 @@ XGLM = ModelType(
     checks={
         "scale_embedding": BOOLEAN,
         "add_cross_attention": only(False, "cross-attention is not implemented"),
-        "pad_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+        "pad_token_id": TOKEN_ID,
         "d_model": size_to(LARGEST, least=4),  # of which sinusoids are made
         "max_position_embeddings": size_to(MAX_POSITIONS),
     },
@@ -438,10 +441,8 @@ MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOG
 
 def model_type_of(fields: Mapping[str, Any]) -> ModelType:
     """Raise CheckpointError if the model_type of a config.json is not in the table."""
-    found = fields.get("model_type")
-    if isinstance(found, str) and found in MODEL_TYPES:
-        return MODEL_TYPES[found]
+    name = fields.get("model_type")
+    if isinstance(name, str) and name in MODEL_TYPES:
+        return MODEL_TYPES[name]
     allowed = ", ".join(map(repr, ("gpt2", *MODEL_TYPES)))
-    raise CheckpointError(
-        f"config.json cannot be used: model_type is {found!r} and must be one of {allowed}."
-    )
+    raise CheckpointError(f"config.json cannot be used: model_type is {name!r} and must be one of {allowed}.")
