@@ -125,7 +125,7 @@ def floor(
 ) -> tuple[float, str]:
     """Return the least milliseconds of a pass and its limit: memory, or the peak of multiplying."""
     block_rate, head_rate = (limits[kind] for kind in roofline.tiles_of(dtype, device))
-    one_pass = Run(0.0, 0.0, 0.0, 0.0, 0.0, num_steps=1, num_prompt_steps=1, num_together=1)
+    one_pass = Run(num_steps=1, num_prompt_steps=1, num_together=1)
     of_pass = roofline.Case(case.batch, (case.prompt,), 0 if case.is_prefill else case.new)
     cache = cache or PRECISIONS[dtype].kv_cache
     work = roofline.work_of(of_pass, one_pass, model_config(config), dtype, cache)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, has_ranks, set_thread_pools, whole_numbers
 from ..cli.streams import check_writable, counted, emit, log, read_plain_text, table_format, write_results
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
-from ..llm_args import CHECKPOINT
+from ..llm_args import CHECKPOINT, LLMArgs
 from .report import FORMATS, Record, aligned, cells_of, check_picture, draw_records, table
 from .studies import STUDIES, Options, draw_study, study_text
 
@@ -168,18 +168,19 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    from .sweep import make_plan, run_plan
+    from .plan import Grid, make_plan
+    from .sweep import run_plan
 
-    cases = (
-        args.batch_sizes,
-        args.prompt_lengths,
-        args.new_tokens,
-        5 if args.repetitions is None else args.repetitions,
+    llm_args = LLMArgs(
+        args.model,
+        device=args.device,
+        kv_cache_dtype=args.kv_cache_dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
     )
-    ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(
-        args.model, args.dtype, args.threads or (None,), *cases, ranks, args.device, args.kv_cache_dtype
-    )
+    repetitions = 5 if args.repetitions is None else args.repetitions
+    cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, repetitions
+    plan = make_plan(llm_args, Grid(args.dtype, args.threads or (None,), *cases))
     log(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
