@@ -58,8 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences at once (default: 1,8)",
     )
     add("--prompt-lengths", type=whole_numbers, default=(128,), metavar="LIST", help="tokens (default: 128)")
-    about = "tokens to generate, 0 or at least 2 (default: 64)"
-    add("--new-tokens", type=whole_numbers, default=(64,), metavar="LIST", help=about)
+    add(
+        "--new-tokens",
+        type=whole_numbers,
+        default=(64,),
+        metavar="LIST",
+        help="tokens to generate, 0 or at least 2 (default: 64)",
+    )
     add(
         "--repetitions",
         type=int,
@@ -69,8 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "in place of the cases above; they have their own."
     add = parser.add_argument_group("published studies", about).add_argument
     listed = "; ".join(f"{study.name}: {study.summary}" for study in STUDIES.values())
-    about = f"repeat a study and show its figures: {listed} (default: none)"
-    add("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
+    add(
+        "--preset",
+        type=str.lower,
+        choices=STUDIES,
+        metavar="NAME",
+        help=f"repeat a study and show its figures: {listed} (default: none)",
+    )
     add("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     add("--text", metavar="FILE", help="UTF-8 text, for the perplexity of onnx-study (default: none)")
     add(
@@ -94,8 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also draw them, into a file named .png or .svg (default: none)",
     )
-    about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
-    add("--compare", type=Path, nargs=2, metavar="FILE", help=about)
+    add(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="FILE",
+        help="show the change between two files of cases, as json or jsonl, and measure nothing (default: off)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -41,27 +41,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the same as SRC, as in all commands; DST is then the one argument",
     )
-    about = "a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)"
-    add("--to", type=str.lower, choices=OTHERS, help=about)
+    add(
+        "--to",
+        type=str.lower,
+        choices=OTHERS,
+        help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
+    )
     by_format = "; ".join(
         f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items()
     )
-    about = (
-        f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
-        "with --to)"
+    add_flag(
+        parser,
+        "dtype",
+        default=None,
+        metavar="DTYPE",
+        help=f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
+        "with --to)",
     )
-    add_flag(parser, "dtype", default=None, metavar="DTYPE", help=about)
-    about = (
-        "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
-        "weights alone)"
+    add(
+        "--calibrate",
+        metavar="TEXT",
+        type=Path,
+        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
+        "weights alone)",
     )
-    add("--calibrate", metavar="TEXT", type=Path, help=about)
-    about = "in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them"
-    add("--act-scales", metavar="FILE", type=Path, help=about)
-    about = (
-        f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
+    add(
+        "--act-scales",
+        metavar="FILE",
+        type=Path,
+        help="in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them",
     )
-    add("--smooth", metavar="ALPHA", type=float, help=about)
+    add(
+        "--smooth",
+        metavar="ALPHA",
+        type=float,
+        help=f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})",
+    )
     add_flag(parser, "threads")
 
 

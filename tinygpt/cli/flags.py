@@ -118,20 +118,23 @@ def add_checkpoint(parser: argparse._ActionsContainer, **changes: Any) -> None:
 
 def add_chat_template(add: Callable[..., Any]) -> None:
     """add: add_argument of a group."""
-    about = (
-        "a file with a Jinja template for chats, or plain: the messages' texts, a line each, which the model continues "
-        "(default: the model's own)"
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a file with a Jinja template for chats, or plain: the messages' texts, a line each, which the model continues "
+        "(default: the model's own)",
     )
-    add("--chat-template", metavar="FILE", help=about)
 
 
 def add_color(add: Callable[..., Any]) -> None:
     """As `add_chat_template`."""
-    about = (
-        "colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens by "
-        "how much they surprised the model, in a pipe, too (default: auto)"
+    add(
+        "--color",
+        choices=("auto", "always", "never", "surprise"),
+        default="auto",
+        help="colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens by "
+        "how much they surprised the model, in a pipe, too (default: auto)",
     )
-    add("--color", choices=("auto", "always", "never", "surprise"), default="auto", help=about)
 
 
 def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:

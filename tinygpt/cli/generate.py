@@ -34,8 +34,12 @@ SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "words, joined by spaces; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="words, joined by spaces; - is stdin (default: all of stdin, as it is)",
+    )
     add = parser.add_argument_group(
         "prompt", "Flags of one letter mean what they do in llama.cpp."
     ).add_argument
@@ -54,17 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_groups(parser)
     add = parser.add_argument_group("input and output").add_argument
-    about = (
-        "JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
-        "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)"
+    add(
+        "--input",
+        metavar="FILE",
+        help="JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
+        "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)",
     )
-    add("--input", metavar="FILE", help=about)
-    about = (
-        "JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
+    add(
+        "--output",
+        metavar="FILE",
+        help="JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
         "interrupted run and skips ids with a record; --model and --dtype must be the same, other flags are not "
-        "compared (default: stdout, as -)"
+        "compared (default: stdout, as -)",
     )
-    add("--output", metavar="FILE", help=about)
     about = (
         "answer the prompts of --input by N actors (default: 1) of the Ray cluster at $RAY_ADDRESS, or else of "
         "one that is started here; each host of it needs --model at the same path (default: this process)"
@@ -80,11 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, action="store_true", help=about)
     add_color(add)
     add = add_group(parser).add_argument
-    about = (
-        "a control vector in GGUF, as llama.cpp's, that is added to the residual stream STRENGTH times (default: 1, "
-        "and all of its layers); may be given several times"
+    add(
+        "--steer",
+        type=steering,
+        action="append",
+        metavar="FILE[:STRENGTH[:FIRST-LAST]]",
+        help="a control vector in GGUF, as llama.cpp's, that is added to the residual stream STRENGTH times (default: 1, "
+        "and all of its layers); may be given several times",
     )
-    add("--steer", type=steering, action="append", metavar="FILE[:STRENGTH[:FIRST-LAST]]", help=about)
 
 
 def run(args: argparse.Namespace) -> None:

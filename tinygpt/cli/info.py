@@ -20,8 +20,11 @@ NUM_SHOWN = 5  # tokens without a row of the embedding
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    about = "list the models of the Hub that are in the cache, and read none (default: off)"
-    parser.add_argument("--cached", action="store_true", help=about)
+    parser.add_argument(
+        "--cached",
+        action="store_true",
+        help="list the models of the Hub that are in the cache, and read none (default: off)",
+    )
     add_layout(parser)
 
 

@@ -37,14 +37,27 @@ PAGE = '<!doctype html><meta charset="utf-8"><title>logit lens</title>'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(temperature=0.0)  # nothing is drawn
-    about = "texts, each in quotation marks; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("text", nargs="*", metavar="TEXT", help=about)
-    about = "a text that each TEXT follows, and that is not scored itself (default: none, the BOS token)"
-    parser.add_argument("-p", "--prompt", default="", metavar="TEXT", help=about)
-    about = 'a text on each line; if it ends in .jsonl, {"text": ...} and optionally id (default: none)'
-    parser.add_argument("--input", metavar="FILE", help=about)
-    about = "print one JSON object a line for each text (default: a table)"
-    parser.add_argument("--json", action="store_true", help=about)
+    parser.add_argument(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="texts, each in quotation marks; - is stdin (default: all of stdin, as it is)",
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help="a text that each TEXT follows, and that is not scored itself (default: none, the BOS token)",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help='a text on each line; if it ends in .jsonl, {"text": ...} and optionally id (default: none)',
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a line for each text (default: a table)"
+    )
     add_group(parser)
 
 
@@ -118,15 +131,26 @@ def _shown(text: str) -> str:
 
 def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(temperature=0.0)
-    about = "the text, in quotation marks; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("text", nargs="?", metavar="TEXT", help=about)
-    about = (
-        "points that the lens reads, as blocks.0.hook_resid_mid, with *, or short for every layer, separated by "
-        "commas (default: %(default)s)"
+    parser.add_argument(
+        "text",
+        nargs="?",
+        metavar="TEXT",
+        help="the text, in quotation marks; - is stdin (default: all of stdin, as it is)",
     )
-    parser.add_argument("--names", default="resid_post", metavar="NAMES", help=about)
-    about = "most probable tokens of each point (default: %(default)s)"
-    parser.add_argument("--top", type=int, default=3, metavar="N", help=about)
+    parser.add_argument(
+        "--names",
+        default="resid_post",
+        metavar="NAMES",
+        help="points that the lens reads, as blocks.0.hook_resid_mid, with *, or short for every layer, separated by "
+        "commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=3,
+        metavar="N",
+        help="most probable tokens of each point (default: %(default)s)",
+    )
     about = "write a heat map with the candidates as titles (default: a table)"
     add = parser.add_mutually_exclusive_group().add_argument
     add("--html", metavar="FILE", help=about)

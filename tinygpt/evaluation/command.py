@@ -52,10 +52,19 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "ppl, lambada or rouge: what to measure, see below"
-    add("task", type=str.lower, choices=tuple(COLUMNS), metavar="TASK", help=about)
-    about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
-    add("file", metavar="FILE", type=Path, help=about)
+    add(
+        "task",
+        type=str.lower,
+        choices=tuple(COLUMNS),
+        metavar="TASK",
+        help="ppl, lambada or rouge: what to measure, see below",
+    )
+    add(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help='text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}',
+    )
     about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
     form = parser.add_mutually_exclusive_group().add_argument
     form("--format", type=str.lower, choices=("text", "md", "jsonl"), help=about)
@@ -63,8 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", dest="format", action="store_const", const="jsonl", help="as --format jsonl (default: off)"
     )
     add = parser.add_argument_group("ppl", "strided perplexity of a text").add_argument
-    about = "tokens between the starts of two windows: fewer give more context, and take longer (default: a window)"
-    add("--stride", type=int, metavar="N", help=about)
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens between the starts of two windows: fewer give more context, and take longer (default: a window)",
+    )
     about = "accuracy and perplexity of the end of each text, by word and by token; ROUGE of summaries (extra eval)"
     add = parser.add_argument_group("lambada, rouge", about).add_argument
     add("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
@@ -171,17 +184,29 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = ", ".join(f"{precision.tolerance:g} for {dtype}" for dtype, precision in PRECISIONS.items())
     add("--tolerance", type=float, metavar="X", help=f"largest difference of a logit (default: {defaults})")
     default = f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids"
-    about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
-    add("--input", metavar="FILE", help=about)
+    add(
+        "--input",
+        metavar="FILE",
+        help=f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})",
+    )
     add(
         "-n", "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: 32)"
     )
-    about = "also show how far each layer's hidden states differ; --tolerance is for logits (default: off)"
-    add("--layers", action="store_true", help=about)
-    about = "compare with this file, prompts included (default: with transformers)"
-    add("--golden", metavar="FILE", help=about)
-    about = "write what transformers computes to this .npz file (default: none)"
-    add("--save-golden", metavar="FILE", help=about)
+    add(
+        "--layers",
+        action="store_true",
+        help="also show how far each layer's hidden states differ; --tolerance is for logits (default: off)",
+    )
+    add(
+        "--golden",
+        metavar="FILE",
+        help="compare with this file, prompts included (default: with transformers)",
+    )
+    add(
+        "--save-golden",
+        metavar="FILE",
+        help="write what transformers computes to this .npz file (default: none)",
+    )
 
 
 def _run_parity(args: argparse.Namespace) -> None:
