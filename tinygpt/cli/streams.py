@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -149,12 +149,16 @@ def print_fields(title: str, values: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
-    cells = [[printable(str(value)) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     emit(printable(title))
-    for row in cells:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    for line in in_columns([[printable(str(value)) for value in row] for row in rows]):
         emit(f"  {line}".rstrip())
+
+
+def in_columns(rows: Sequence[Sequence[str]], to_the_right: Collection[int] = ()) -> list[str]:
+    """Return a line for each row, whose cells are filled with spaces. to_the_right: columns that begin with spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{'>' if i in to_the_right else '<'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def _shown(value: Any) -> str:
@@ -337,8 +341,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     record_id = fields.pop("id", number)
     if type(record_id) not in (int, str):
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
-    given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
-    if len(given) != 1 or not isinstance(given[0], (str, list)):
+    prompts = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
+    if len(prompts) != 1 or not isinstance(prompts[0], (str, list)):
         raise RequestError(
             "one field prompt, a text or a list of token ids, is needed (or prompt_token_ids)."
         )
@@ -353,7 +357,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
     return PromptRecord(
-        number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields))
+        number, record_id, prompts[0], split_special_tokens, with_seed(replace(defaults, **fields))
     )
 
 
