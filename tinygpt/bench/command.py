@@ -159,9 +159,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if name in args.given]
-    if given:
-        raise RequestError(f"{why}: omit {', '.join(given)}.")
+    flags = [f"--{name.replace('_', '-')}" for name in names if name in args.given]
+    if flags:
+        raise RequestError(f"{why}: omit {', '.join(flags)}.")
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -239,10 +239,10 @@ def read_records(path: Path) -> list[Record]:
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        records = found if isinstance(found, list) else [found]
+            value = [json.loads(line) for line in text.splitlines() if line.strip()]
+        records = value if isinstance(value, list) else [value]
         if records and all(record["samples_ts"] and record["model_filename"] for record in records):
             return records
     except OSError as error:
@@ -257,12 +257,12 @@ def read_records(path: Path) -> list[Record]:
 def compare(old: list[Record], new: list[Record]) -> list[Record]:
     """Return a record for each test: tokens a second and their spread on both sides, null on a side without it."""
     before, after = _by_test(old), _by_test(new)
-    found = []
+    compared = []
     for key in dict.fromkeys((*before, *after)):
         sides = _side("old", before.get(key, [])) | _side("new", after.get(key, []))
         ratio = sides["new_ts"] / sides["old_ts"] if sides["new_ts"] and sides["old_ts"] else None
-        found.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
-    return found
+        compared.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
+    return compared
 
 
 def comparison_table(compared: list[Record]) -> str:
@@ -282,10 +282,10 @@ def comparison_table(compared: list[Record]) -> str:
 
 
 def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
-    found: dict[tuple, list[float]] = {}
+    samples: dict[tuple, list[float]] = {}
     for record in records:
-        found.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
-    return found
+        samples.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
+    return samples
 
 
 def _side(name: str, samples: list[float]) -> Record:

@@ -167,8 +167,8 @@ def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tup
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     with started(
         command, env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    ) as found:
-        yield found
+    ) as address:
+        yield address
 
 
 @contextmanager

@@ -239,8 +239,8 @@ def _print_text(report: dict[str, Any]) -> None:
     if outside := tokenizer["outside_vocabulary"]:
         first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
         more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
-        about = "tokens without a row of the embedding: a text with such a token is refused"
-        shown["outside_vocabulary"] = f"{first}{more}, {about}"
+        meaning = "tokens without a row of the embedding: a text with such a token is refused"
+        shown["outside_vocabulary"] = f"{first}{more}, {meaning}"
     print_fields("tokenizer", shown)
     if files := report["files"]:
         print_table(

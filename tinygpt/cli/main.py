@@ -332,9 +332,9 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-def _parser(prog: str, arguments: str, about: str, epilog: str) -> Parser:
+def _parser(prog: str, arguments: str, summary: str, epilog: str) -> Parser:
     form = argparse.RawDescriptionHelpFormatter
-    return Parser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
+    return Parser(prog, f"{prog} {arguments}", summary, epilog, formatter_class=form, allow_abbrev=False)
 
 
 def _command(name: str) -> Command:
