@@ -1,12 +1,12 @@
 """Measured: a case of a benchmark with its runs, and its record with llama-bench's keys or a study's."""
 
 import functools
-import statistics
 import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, mean, median
 from typing import Any
 
 import tinygpt
@@ -64,39 +64,53 @@ class Measured:
         return [work.tokens / work.seconds for work in self.works]
 
     @property
-    def counts(self) -> dict[str, int]:
-        """llama-bench's sizes of a test: a generation begins after its prompt."""
-        new = self.case.new_tokens
-        length = self.case.prompt_length
-        return {"n_prompt": 0 if new else length, "n_gen": new, "n_depth": length if new else 0}
-
-    @property
     def name(self) -> str:
         new = self.case.new_tokens
         return f"tg{new} @ d{self.case.prompt_length}" if new else f"pp{self.case.prompt_length}"
 
     def to_llama_bench(self, limits: MachineLimits) -> Record:
         """Return llama-bench's keys, and the keys of `report.py`'s docstring."""
+        case = self.case
+        rates = self.rates
+        n_gen = case.new_tokens
+        n_prompt, n_depth = (0, case.prompt_length) if n_gen else (case.prompt_length, 0)
+        together = case.batch_size if n_gen else 1
+        # llama-bench times all tokens: a generation has one pass less than new tokens.
+        times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
         return {
             **self._machine_and_model(),
-            **self.counts,
+            "n_prompt": n_prompt,
+            "n_gen": n_gen,
+            "n_depth": n_depth,
             "test_time": self.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            **self._times(),
+            "avg_ns": round(fmean(times)),
+            "stddev_ns": round(deviation(times)),
+            "avg_ts": fmean(rates),
+            "stddev_ts": deviation(rates),
+            "samples_ns": times,
+            "samples_ts": rates,
+            "median_ts": median(rates),
+            "low_ts": min(rates),
+            "high_ts": max(rates),
             "test": self.name,
             "dtype": self.dtype,
             "kv_cache_dtype": self.plan.caches[self.dtype],
-            "batch_size": self.case.batch_size,
+            "batch_size": case.batch_size,
             **self._shares_of(limits),
-            **self._latencies(),
+            "ms_per_token": median(1e3 * together / rate for rate in rates),
+            "first_token_ms": None if n_gen else 1e3 * median(run.first_token for run in self.runs),
+            "outside_share": median(1 - (run.prompt + run.generation) / run.total for run in self.runs),
+            "sampling_share": median(run.sampling / run.total for run in self.runs),
             "peak_memory": self.peak_memory or None,
         }
 
     def _machine_and_model(self) -> Record:
         config = self.plan.config
+        args = self.plan.args
         commit, number = build()
         size = roofline.num_parameters(config)
+        step = self.plan.step_tokens
         cache = roofline.CACHE_NAMES[self.plan.caches[self.dtype]]
-        args = self.plan.args
         split = {"split_mode": f"tensor {args.tensor_parallel_size} x pipeline {args.pipeline_parallel_size}"}
         return {
             "build_commit": commit,
@@ -108,8 +122,8 @@ class Measured:
             "model_type": f"gpt2 {parameters_text(size)} {PRECISIONS[self.dtype].label}",
             "model_size": roofline.model_bytes(config, self.dtype),
             "model_n_params": size,
-            "n_batch": self.plan.step_tokens,
-            "n_ubatch": self.plan.step_tokens,
+            "n_batch": step,
+            "n_ubatch": step,
             "n_threads": self.threads,
             "type_k": cache,
             "type_v": cache,
@@ -118,50 +132,20 @@ class Measured:
             **({"n_gpu_layers": config.n_layer} if self.gpu else {}),
         }
 
-    def _times(self) -> Record:
-        # llama-bench times all tokens: a generation has one pass less than new tokens.
-        count = self.case.batch_size * (self.counts["n_prompt"] + self.counts["n_gen"])
-        times = [round(1e9 * count / rate) for rate in self.rates]
-        return {
-            "avg_ns": round(statistics.fmean(times)),
-            "stddev_ns": round(deviation(times)),
-            "avg_ts": statistics.fmean(self.rates),
-            "stddev_ts": deviation(self.rates),
-            "samples_ns": times,
-            "samples_ts": self.rates,
-            "median_ts": statistics.median(self.rates),
-            "low_ts": min(self.rates),
-            "high_ts": max(self.rates),
-        }
-
     def _shares_of(self, limits: MachineLimits) -> Record:
-        kinds = roofline.tiles_of(self.dtype, self.plan.args.device)
-        block_rate, head_rate = (limits.tile_rates[kind] for kind in kinds)
-        read = statistics.median(work.bytes_read / work.seconds for work in self.works)
-        operations = [(work.in_blocks + work.in_head) / work.seconds for work in self.works]
-        shares = [
-            (work.in_blocks / block_rate + work.in_head / head_rate) / work.seconds for work in self.works
-        ]
+        """Return what a second reads and computes, as shares of the machine's limits."""
+        of_block, of_head = map(limits.tile_rates.get, roofline.tiles_of(self.dtype, self.plan.args.device))
+        read = median(work.bytes_read / work.seconds for work in self.works)
         return {
             "read_gbs": read / 1e9,
             "bandwidth_share": read / limits.bandwidth,
             "bandwidth_gbs": limits.bandwidth / 1e9,
-            "gflops": statistics.median(operations) / 1e9,
-            "peak_share": statistics.median(shares),
-            "block_peak_gflops": block_rate / 1e9,
-            "head_peak_gflops": head_rate / 1e9,
-        }
-
-    def _latencies(self) -> Record:
-        new = self.case.new_tokens
-        together = self.case.batch_size if new else 1
-        first = statistics.median(run.first_token for run in self.runs)
-        outside = [1 - (run.prompt + run.generation) / run.total for run in self.runs]
-        return {
-            "ms_per_token": statistics.median(1e3 * together / rate for rate in self.rates),
-            "first_token_ms": None if new else 1e3 * first,
-            "outside_share": statistics.median(outside),
-            "sampling_share": statistics.median(run.sampling / run.total for run in self.runs),
+            "gflops": median((work.in_blocks + work.in_head) / work.seconds for work in self.works) / 1e9,
+            "peak_share": median(
+                (work.in_blocks / of_block + work.in_head / of_head) / work.seconds for work in self.works
+            ),
+            "block_peak_gflops": of_block / 1e9,
+            "head_peak_gflops": of_head / 1e9,
         }
 
     def to_study(self, name: str) -> Record:
@@ -178,7 +162,7 @@ class Measured:
             "n_prompt": self.case.prompt_length,
             "n_gen": self.case.new_tokens,
             "num_steps": self.runs[-1].num_steps or None,
-            "avg_ns": round(statistics.mean(samples)),
+            "avg_ns": round(mean(samples)),
             "samples_ns": samples,
             "stddev_ns": round(deviation(samples)),
             "first_token_ns": [round(1e9 * run.first_token) for run in self.runs],
