@@ -75,12 +75,12 @@ async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, 
     With HTTP/1.0 the end of the body is the end of the connection.
     """
     address = urlsplit(url)
-    data = json.dumps(body).encode()
+    content = json.dumps(body).encode()
     head = f"POST {address.path}/v1/completions HTTP/1.0\r\nhost: {address.netloc}\r\ncontent-type: application/json"
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         sent, pieces = time.perf_counter(), []
-        writer.write(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        writer.write(f"{head}\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
         while piece := await reader.read(2**16):
             pieces.append((time.perf_counter(), piece))
         return sent, pieces
@@ -103,9 +103,9 @@ def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
             continue
         *events, waiting = waiting.split(b"\n\n")
         for event in events:
-            _, is_event, data = event.partition(b"data: {")  # a chunk's size may be in front
+            _, is_event, text = event.partition(b"data: {")  # a chunk's size may be in front
             if is_event:
-                read_event(json.loads(b"{" + data), arrived, reply)
+                read_event(json.loads(b"{" + text), arrived, reply)
     if reply.status != 200:
         reply.error = waiting.decode(errors="replace")[:200] or "no reply"
     return reply

@@ -186,13 +186,8 @@ def _run_cases(args: argparse.Namespace) -> None:
     from .plan import Grid, make_plan
     from .sweep import run_plan
 
-    llm_args = LLMArgs(
-        args.model,
-        device=args.device,
-        kv_cache_dtype=args.kv_cache_dtype,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-    )
+    names = ("model", "device", "kv_cache_dtype", *RANK_FLAGS)
+    llm_args = LLMArgs(**{name: getattr(args, name) for name in names})
     repetitions = 5 if args.repetitions is None else args.repetitions
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, repetitions
     plan = make_plan(llm_args, Grid(args.dtype, args.threads or (None,), *cases))

@@ -82,8 +82,6 @@ class Plan:
             "max_num_batched_tokens": self.step_tokens,
             "max_model_len": max(case.length for case in self.cases),
             "prefix_cache_seqs": 0,
-            "tensor_parallel_size": self.args.tensor_parallel_size,
-            "pipeline_parallel_size": self.args.pipeline_parallel_size,
         }
 
 

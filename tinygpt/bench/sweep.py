@@ -33,8 +33,8 @@ from .studies import NUM_CALLERS, NUM_CHARACTERS, Options, Study
 
 def run(plan: Plan, dtype: str, threads: int) -> Iterator[Measured]:
     meter = meter_of(plan.args.device)
-    how = {"threads": threads, "device": plan.args.device, "kv_cache_dtype": plan.caches[dtype], **plan.sizes}
-    with LLM(plan.args.model, dtype, **how) as llm:
+    how = {"dtype": dtype, "threads": threads, "kv_cache_dtype": plan.caches[dtype]}
+    with LLM(**vars(replace(plan.args, **how, **plan.sizes))) as llm:
         for case in plan.cases:
             runs = measure(llm, case, plan.repetitions, meter, **plan.sampling)
             yield Measured(plan, dtype, threads, case, runs, meter.peak_memory(), meter.gpu)

@@ -315,14 +315,14 @@ def open_records(path: Path | None, earlier: Earlier) -> Iterator[Callable[[str]
 
         def write(line: str) -> None:
             nonlocal synced
-            data = memoryview(f"{line}\n".encode("utf-8", "backslashreplace"))
+            content = memoryview(f"{line}\n".encode("utf-8", "backslashreplace"))
             with _explained(path):
                 # Earlier lines: Ctrl-C in a slow sync after the line would leave it uncounted.
                 if is_regular and time.monotonic() - synced >= SYNC_SECONDS:
                     sync(descriptor)
                     synced = time.monotonic()
-                while data:  # a disk that becomes full takes a part
-                    data = data[file.write(data) :]
+                while content:  # a disk that becomes full takes a part
+                    content = content[file.write(content) :]
 
         try:
             yield write

@@ -115,8 +115,8 @@ def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
         # disable=None: no bar if stderr is not a terminal.
         disable = None if messages.isEnabledFor(logging.INFO) else True
         bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=disable)
-        for number, item in enumerate(bar, initial + 1):
-            yield item
+        for number, value in enumerate(bar, initial + 1):
+            yield value
             now = time.perf_counter()
             if bar.disable and now - logged >= INTERVAL and number < total:
                 log(f"{number} of {counted(total, noun)} {done}")
@@ -212,12 +212,12 @@ def write_results(text: str, path: Path | None) -> None:
         return
     from ..weights.files import atomic_write
 
-    data = f"{text}\n".encode("utf-8", "backslashreplace")
+    content = f"{text}\n".encode("utf-8", "backslashreplace")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
-            path.write_bytes(data)
+            path.write_bytes(content)
         else:
-            atomic_write(path.resolve(), data)
+            atomic_write(path.resolve(), content)
     except OSError as error:
         emit(text)
         raise TinyGPTError(
@@ -232,24 +232,24 @@ def read_bytes(name: str, path: str | Path) -> bytes:
             raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
         if sys.stdin.isatty():
             log("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
-        data = sys.stdin.buffer.read()
+        content = sys.stdin.buffer.read()
     else:
         try:
-            data = Path(path).read_bytes()
+            content = Path(path).read_bytes()
         except OSError as error:
             raise RequestError(f"{name} cannot be read: {error.strerror}.") from None
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:8]:
         raise RequestError(
             f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`."
         )
-    return data
+    return content
 
 
 def read_text(name: str, path: str | Path = STDIN) -> str:
     """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
-    data = read_bytes(name, path)
+    content = read_bytes(name, path)
     try:
-        return data.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first."
