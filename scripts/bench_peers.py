@@ -125,7 +125,7 @@ def floor(
 ) -> tuple[float, str]:
     """Return the least milliseconds of a pass and its limit: memory, or the peak of multiplying."""
     block_rate, head_rate = (limits[kind] for kind in roofline.tiles_of(dtype, device))
-    one_pass = Run(0.0, 0.0, 0.0, 0.0, 0.0, num_steps=1, num_prompt_steps=1, num_together=1)
+    one_pass = Run(num_steps=1, num_prompt_steps=1, num_together=1)
     of_pass = roofline.Case(case.batch, (case.prompt,), 0 if case.is_prefill else case.new)
     cache = cache or PRECISIONS[dtype].kv_cache
     work = roofline.work_of(of_pass, one_pass, model_config(config), dtype, cache)
@@ -156,8 +156,8 @@ class Engines:
 
     def last_logits(self) -> dict[str, list[float]]:
         (ids,) = self._token_ids(1, AGREEMENT_PROMPT)
-        found = {name: self._call(name, "last_logits", ids=ids) for name in list(self.workers)}
-        return {name: logits for name, logits in found.items() if logits is not None}
+        logits_of = {name: self._call(name, "last_logits", ids=ids) for name in list(self.workers)}
+        return {name: logits for name, logits in logits_of.items() if logits is not None}
 
     def measure(self, case: Case, repeats: int) -> Row:
         """Time each engine in turn, `repeats` times after a warm-up."""
@@ -223,9 +223,9 @@ def report(setup: Setup, results: Results, engines: list[str], threads: int) -> 
             f"{kind} tile {rate / 1e9:.0f} Gop/s" for kind, rate in limits.items() if kind != "bandwidth"
         ]
         lines.append(f"- {dtype} limits: reading {limits['bandwidth'] / 1e9:.1f} GB/s, {', '.join(rates)}")
-    for dtype, found in results.agreement.items():
+    for dtype, distances in results.agreement.items():
         lines += [
-            f"- {engine} {dtype} compared with the first engine: {text}" for engine, text in found.items()
+            f"- {engine} {dtype} compared with the first engine: {text}" for engine, text in distances.items()
         ]
     return "\n".join(lines)
 
@@ -288,9 +288,7 @@ def run(
     try:
         logits = engines.last_logits()
         results.reference = results.reference or next(iter(logits.values()), None)
-        results.agreement[dtype] = {
-            name: agreement(found, results.reference) for name, found in logits.items()
-        }
+        results.agreement[dtype] = {name: agreement(body, results.reference) for name, body in logits.items()}
         for case, count in repeats.items():
             if case.prompt + case.new > setup.config["n_positions"]:
                 say(f"{case.name} is left out: the model has {setup.config['n_positions']} positions")
@@ -302,7 +300,7 @@ def run(
                 known = setup.config, dtype, engines.limits, arguments.kv_cache_dtype, arguments.device
                 row.floor_ms, row.limit = floor(case, *known)
             results.rows.append(row)
-            about = {
+            head = {
                 "command": sys.argv,
                 "cpu": cpu_name(),
                 "threads": arguments.threads,
@@ -312,8 +310,8 @@ def run(
                 {"engine": name, "dtype": dtype, "why": why} for (name, dtype), why in setup.absent.items()
             ]
             rows = [{**asdict(row), "best_peer": row.best_peer, "ratio": row.ratio} for row in results.rows]
-            found = {"rows": rows, "limits": results.limits, "absent": absent, "agreement": results.agreement}
-            kept.write_text(json.dumps({**about, **found}, indent=1))
+            body = {"rows": rows, "limits": results.limits, "absent": absent, "agreement": results.agreement}
+            kept.write_text(json.dumps({**head, **body}, indent=1))
     finally:
         engines.close()
 

@@ -75,12 +75,12 @@ async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, 
     With HTTP/1.0 the end of the body is the end of the connection.
     """
     address = urlsplit(url)
-    data = json.dumps(body).encode()
+    content = json.dumps(body).encode()
     head = f"POST {address.path}/v1/completions HTTP/1.0\r\nhost: {address.netloc}\r\ncontent-type: application/json"
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         sent, pieces = time.perf_counter(), []
-        writer.write(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        writer.write(f"{head}\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
         while piece := await reader.read(2**16):
             pieces.append((time.perf_counter(), piece))
         return sent, pieces
@@ -103,9 +103,9 @@ def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
             continue
         *events, waiting = waiting.split(b"\n\n")
         for event in events:
-            _, is_event, data = event.partition(b"data: {")  # a chunk's size may be in front
+            _, is_event, text = event.partition(b"data: {")  # a chunk's size may be in front
             if is_event:
-                read_event(json.loads(b"{" + data), arrived, reply)
+                read_event(json.loads(b"{" + text), arrived, reply)
     if reply.status != 200:
         reply.error = waiting.decode(errors="replace")[:200] or "no reply"
     return reply
@@ -129,14 +129,14 @@ def random_prompts(num_words: int) -> Iterator[str]:
 
 async def closed_loop(url: str, bodies: Iterator[dict[str, Any]], clients: int, count: int) -> list[Reply]:
     """Run clients that each send the next request after a reply, until `count` requests were sent."""
-    found, left = [], iter(range(count))
+    answers, left = [], iter(range(count))
 
     async def ask_again() -> None:
         for _ in left:
-            found.append(await ask(url, next(bodies)))
+            answers.append(await ask(url, next(bodies)))
 
     await asyncio.gather(*(ask_again() for _ in range(clients)))
-    return [parse(*reply) for reply in found]
+    return [parse(*reply) for reply in answers]
 
 
 async def open_loop(url: str, bodies: Iterator[dict[str, Any]], rate: float, count: int) -> list[Reply]:
@@ -156,7 +156,7 @@ def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
     done = [reply for reply in replies if reply.is_complete]
     seconds = max((r.token_times[-1] for r in done), default=0.0) - min(r.sent for r in replies)
     good = sum(reply.ttft <= ttft and reply.tpot <= tpot for reply in done)
-    found = {
+    rates = {
         "failed": len(replies) - len(done),
         "tokens/s": sum(r.num_tokens for r in done) / seconds,
         "goodput/s": good / seconds,
@@ -164,10 +164,10 @@ def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
     for name, values in (("TTFT", [r.ttft for r in done]), ("TPOT", [r.tpot for r in done])):
         ordered = sorted(values) or [float("nan")]
         for percent in (50, 99):
-            found[f"{name} p{percent}, ms"] = (
+            rates[f"{name} p{percent}, ms"] = (
                 1e3 * ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
             )
-    return found
+    return rates
 
 
 def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[str, float]:
@@ -191,17 +191,17 @@ def compare(
         (f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates
     ]
     for name, run, size, count in loads:
-        found: dict[str, list[dict[str, float]]] = {}
+        runs_of: dict[str, list[dict[str, float]]] = {}
         for turn in range(1 + args.repeats):
             for server, (url, fields) in servers.items():
                 bodies = (
                     {"prompt": prompt, **fixed, **fields} for prompt in random_prompts(args.prompt_words)
                 )
                 replies = asyncio.run(run(url, bodies, size, count))
-                found.setdefault(server, []).extend([figures(replies, args.ttft, args.tpot)] * (turn > 0))
+                runs_of.setdefault(server, []).extend([figures(replies, args.ttft, args.tpot)] * (turn > 0))
             if run is closed_loop:
-                found.setdefault(LIBRARY, []).extend([library_figures(llm, args, size)] * (turn > 0))
-        for server, runs in found.items():
+                runs_of.setdefault(LIBRARY, []).extend([library_figures(llm, args, size)] * (turn > 0))
+        for server, runs in runs_of.items():
             medians = {key: statistics.median(values[key] for values in runs) for key in runs[0]}
             rows.append({"load": name, "server": server, **medians})
     return rows

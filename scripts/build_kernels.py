@@ -144,10 +144,12 @@ def build(target: str, dtypes: Iterable[str]) -> dict[str, bytes]:
 
     objects: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for found in pool.map(compiled, dtypes):
-            differing = [name for name in found if objects.get(name, found[name]) != found[name]]
+        for compiled_now in pool.map(compiled, dtypes):
+            differing = [
+                name for name in compiled_now if objects.get(name, compiled_now[name]) != compiled_now[name]
+            ]
             assert not differing, f"dtypes make other bytes of {differing}"
-            objects |= found
+            objects |= compiled_now
     return objects
 
 
@@ -259,12 +261,12 @@ def add_entry(module, function: str, count: int) -> None:
     assert len(kinds) == 2 + count, f"{function} takes {len(kinds) - 2} words, not {count}"
     lines = [f'declare i32 @"{function}"({", ".join(kinds)})', f"define i32 @{ENTRY}(ptr %words) {{"]
     lines += ["%result = alloca [64 x i64]", "%error = alloca ptr"]
-    given = ["ptr %result", "ptr %error"]
+    operands = ["ptr %result", "ptr %error"]
     for i, kind in enumerate(kinds[2:]):
         lines += [f"%at{i} = getelementptr i64, ptr %words, i64 {i}"]
         lines += [f"%word{i} = load {kind}, ptr %at{i}, align 8"]
-        given += [f"{kind} %word{i}"]
-    lines += [f'%status = call i32 @"{function}"({", ".join(given)})', "ret i32 %status", "}"]
+        operands += [f"{kind} %word{i}"]
+    lines += [f'%status = call i32 @"{function}"({", ".join(operands)})', "ret i32 %status", "}"]
     for other in module.functions:
         if not other.is_declaration and other.linkage == binding.Linkage.external:
             other.linkage = "linkonce_odr"

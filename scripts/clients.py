@@ -69,12 +69,12 @@ CALLS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], type], ...] = (
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> int:
     wrong = 0
-    for package, call, given, kind in CALLS:
-        found = call(url, *given)
-        is_right = isinstance(found, kind) and bool(str(found).strip())
+    for package, call, arguments, kind in CALLS:
+        answer = call(url, *arguments)
+        is_right = isinstance(answer, kind) and bool(str(answer).strip())
         wrong += not is_right
         print(
-            f"{package} {version(package)} {' '.join(given)}: {'ok' if is_right else 'WRONG'}, {found!r:.80}"
+            f"{package} {version(package)} {' '.join(arguments)}: {'ok' if is_right else 'WRONG'}, {answer!r:.80}"
         )
     return wrong
 

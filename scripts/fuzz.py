@@ -163,13 +163,13 @@ def load_soft_prompt(folder: Path) -> Any:
 
 def load_tokenizer(folder: Path) -> list[tuple[list[int] | None, str]]:
     tokenizer = Tokenizer.from_folder(folder)
-    found = []
+    coded = []
     for text in TEXTS:
         ids = None
         with suppress(TinyGPTError):  # of a text that the vocabulary cannot encode
             ids = tokenizer.encode(text)
-        found.append((ids, tokenizer.decode(ids or [])))
-    return found
+        coded.append((ids, tokenizer.decode(ids or [])))
+    return coded
 
 
 def is_as_read_elsewhere(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> bool:

@@ -100,19 +100,19 @@ def bars(readme: str) -> str:
             ours, peer, theirs = re.findall(r"([\d.]+), (\S+) ([\d.]+)", cell)[0]
             rates[dtype] = {"tinygpt": 1e3 * batch / float(ours), peer: 1e3 * batch / float(theirs)}
             leads[dtype].append(float(theirs) / float(ours))
-        scale = 490 / max(max(each.values()) for each in rates.values())
-        for dtype, found in rates.items():
+        scale = 490 / max(max(by_engine.values()) for by_engine in rates.values())
+        for dtype, speeds in rates.items():
             rows.append(f'<text class="dim" y="{y}">{name}, {dtype}</text>')
-            for engine in sorted(found, key=found.__getitem__, reverse=True):
-                width = scale * found[engine]
+            for engine in sorted(speeds, key=speeds.__getitem__, reverse=True):
+                width = scale * speeds[engine]
                 look = ' class="ours"' * (engine == "tinygpt")
                 rows.append(f'<text{look} x="260" y="{y}" text-anchor="end">{engine}</text>')
                 rows.append(f'<rect{look} x="272" y="{y - 15}" width="{width:.1f}" height="20" rx="2"/>')
-                rows.append(f'<text{look} x="{280 + width:.1f}" y="{y}">{found[engine]:.0f} tokens/s</text>')
+                rows.append(f'<text{look} x="{280 + width:.1f}" y="{y}">{speeds[engine]:.0f} tokens/s</text>')
                 y += 26
             y += 10
         y += 8
-    spans = [f"{min(each):.1f} to {max(each):.1f}" for each in leads.values()]
+    spans = [f"{min(by_engine):.1f} to {max(by_engine):.1f}" for by_engine in leads.values()]
     title = f"GPT-2 124M: {spans[0]} times as fast as the next engine in float32, {spans[1]} in int8"
     peers = "the fastest of transformers, onnxruntime, OpenVINO, CTranslate2 and llama.cpp"
     note = f"From the table below: 2 cores of an Intel Xeon. Next is {peers}."

@@ -74,13 +74,13 @@ def measure(
     kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
     llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
     llms |= {name: LLM(folder, max_num_seqs=1) for name, folder in (converted or {}).items()}
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in llms}
+    pairs_of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in llms}
     for token_ids in tqdm(windows, desc=Path(model).name, unit="window"):
         exact = llms["float32"].logits(token_ids)  # (T, V)
         for name, llm in llms.items():
             logits = exact if name == "float32" else llm.logits(token_ids)
-            found[name].append(figures_of(logits, exact, token_ids))
-    return {name: summary(figures) for name, figures in found.items()}
+            pairs_of[name].append(figures_of(logits, exact, token_ids))
+    return {name: summary(figures) for name, figures in pairs_of.items()}
 
 
 def summary(windows: list[tuple[np.ndarray, np.ndarray]]) -> Quality:

@@ -99,16 +99,16 @@ def run(place: Place, shown: str, folder: str) -> str:
         return shown
     # An example shows only its prints.
     stderr = subprocess.PIPE if place.command[1] == "-c" else subprocess.STDOUT
-    result = subprocess.run(place.command, stdout=subprocess.PIPE, stderr=stderr, **options(folder))
-    if result.returncode:
+    done = subprocess.run(place.command, stdout=subprocess.PIPE, stderr=stderr, **options(folder))
+    if done.returncode:
         raise SystemExit(
-            f"{shlex.join(place.command)} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
+            f"{shlex.join(place.command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         )
     if place.command[0] == "curl":
-        (reply,) = REPLY_TEXT.findall(result.stdout)
+        (reply,) = REPLY_TEXT.findall(done.stdout)
         return REPLY_TEXT.sub(lambda _: reply, shown)
     return (
-        "".join(f"{line}\n" for part in result.stdout.splitlines() for line in wrapped(part)) if shown else ""
+        "".join(f"{line}\n" for part in done.stdout.splitlines() for line in wrapped(part)) if shown else ""
     )
 
 

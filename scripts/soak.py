@@ -83,7 +83,7 @@ class Report:
     def problems(self, requests: int) -> list[str]:
         settled = max(self.memory[: int(len(self.memory) * SETTLED)])
         last = max(self.memory[-len(self.memory) // 10 :])
-        found = {
+        is_wrong_of = {
             f"{self.ends.total()} of {requests} requests ended": self.ends.total() != requests,
             f"{self.differing} repeated requests differed": self.differing > 0,
             f"ends: {dict(self.ends)}": not {*self.ends}
@@ -91,7 +91,7 @@ class Report:
             f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last
             > ALLOWED_GROWTH * settled,
         }
-        return [sentence for sentence, is_wrong in found.items() if is_wrong]
+        return [sentence for sentence, is_wrong in is_wrong_of.items() if is_wrong]
 
 
 def run_thread(
@@ -202,12 +202,12 @@ NUMBERS = [
 
 @cache
 def possible_values(name: str) -> list[Any]:
-    found = []
+    values = []
     for value in VALUES_OF.get(name, NUMBERS):
         with suppress(TinyGPTError):
             SamplingParams(**{name: value})
-            found.append(value)
-    return found or NUMBERS
+            values.append(value)
+    return values or NUMBERS
 
 
 @st.composite
@@ -278,7 +278,7 @@ def main() -> int:
         compare_alone(args.alone, args.seed, args.model)
         return 0
     report = Report()
-    each = -(-args.requests // THREADS)
+    share = -(-args.requests // THREADS)
     start = time.perf_counter()
     url = None
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_queue": MAX_QUEUE}
@@ -294,19 +294,19 @@ def main() -> int:
             if ranks > 1:  # and its siblings of the same mpiexec
                 threads = Path(f"/proc/{os.getppid()}/task").iterdir()
                 pids = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-        bar = stack.enter_context(tqdm(total=each * THREADS, disable=None))
+        bar = stack.enter_context(tqdm(total=share * THREADS, disable=None))
         with ThreadPoolExecutor(THREADS) as pool:
             for i in range(THREADS):
-                pool.submit(run_thread, llm, each, i, pids, report, bar)
+                pool.submit(run_thread, llm, share, i, pids, report, bar)
         left = num_left(llm, url)
-    found = report.problems(each * THREADS) + [f"{left} samples still run or wait"] * (left > 0)
+    sentences = report.problems(share * THREADS) + [f"{left} samples still run or wait"] * (left > 0)
     ends = ", ".join(f"{count} {end}" for end, count in report.ends.most_common())
     memory = f"{report.memory[len(report.memory) // 5] / 2**20:.0f} MB, {report.memory[-1] / 2**20:.0f} MB at the end"
     took = f"{report.ends.total()} requests in {time.perf_counter() - start:.0f} s"
     print(f"{took}: {ends}; {report.refusals} refusals; {memory}")
-    for sentence in found:
+    for sentence in sentences:
         print(f"WRONG: {sentence}")
-    return int(bool(found))
+    return int(bool(sentences))
 
 
 if __name__ == "__main__":

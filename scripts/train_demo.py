@@ -253,8 +253,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--corpus", type=Path, metavar="DIR", help="train.txt.xz and val.txt")
     add("--corpus-note", metavar="TEXT", help="a description for the record")
     add("--out", type=Path, required=True, metavar="DIR")
-    about = "train nothing, and make the checkpoint in OUT the demo in DIR (default: weights/demo/)"
-    add("--embed", type=Path, nargs="?", const=DEMO, metavar="DIR", help=about)
+    add(
+        "--embed",
+        type=Path,
+        nargs="?",
+        const=DEMO,
+        metavar="DIR",
+        help="train nothing, and make the checkpoint in OUT the demo in DIR (default: weights/demo/)",
+    )
     add("--resume", action="store_true", help="continue the run in OUT")
     add("--tokens", type=int, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--batch-tokens", type=int, default=65_536, help="of a step")

@@ -1,4 +1,4 @@
-"""Rules of SamplingParams' fields: their values, the words for them, and a flag's text."""
+"""Rules of the fields of SamplingParams, LLMArgs and ServerConfig: values, words for them, a flag's text."""
 
 import functools
 import json

@@ -72,8 +72,8 @@ class Tinygpt:
         """Measure the bytes read a second, "bandwidth", and the operations a second of each tile of the dtype."""
         from tinygpt.bench.roofline import measure_limits
 
-        found = measure_limits(self.dtype, self.threads, DEVICE)
-        return {"bandwidth": found.bandwidth, **found.tile_rates}
+        measured = measure_limits(self.dtype, self.threads, DEVICE)
+        return {"bandwidth": measured.bandwidth, **measured.tile_rates}
 
     def _generate(self, ids: list[list[int]], new: int, **fields: Any) -> list:
         return self.llm.generate(ids, max_tokens=new, ignore_eos=True, use_tqdm=False, **fields)

@@ -152,7 +152,7 @@ def prepare(work: Path, model: str, engines: Iterable[Peer], dtypes: Iterable[st
     folder = (
         work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
     )
-    checkpoint = provide_folder(folder / "safetensors", lambda to: make_checkpoint(model, to))
+    checkpoint = provide_folder(folder / "safetensors", lambda to: convert(model, to, "safetensors"))
     setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     for peer in engines:
         say(f"preparing {peer.name}")
@@ -166,31 +166,8 @@ def prepare(work: Path, model: str, engines: Iterable[Peer], dtypes: Iterable[st
     return setup
 
 
-def make_checkpoint(model: str, folder: Path) -> None:
-    """Write config.json and a float32 model.safetensors in Hugging Face's names."""
-    if not model.startswith("random:"):
-        convert(model, folder, "safetensors")
-        return
-    from safetensors.numpy import save_file
-
-    from tinygpt.weights.checkpoint import open_random
-    from tinygpt.weights.convert.export import parts_of
-
-    checkpoint = open_random(model)
-    sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
-    config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu_new",
-        **sizes,
-    }
-    config |= {"layer_norm_epsilon": 1e-5, "n_inner": None, "n_positions": 1024, "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tensors = {part.name: part.array() for part in parts_of(checkpoint)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def convert(source: Path | str, folder: Path, form: str) -> None:
+    """Write float32 weights in Hugging Face's names, or GGUF's."""
     folder.rmdir()  # convert makes it
     command = [
         sys.executable,

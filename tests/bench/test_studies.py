@@ -13,10 +13,14 @@ from support.paths import HOW_TO_RECORD, ROOT
 from tinygpt import LLM
 from tinygpt.bench import studies, sweep
 from tinygpt.bench.measure import random_prompts
+from tinygpt.bench.plan import Plan
+from tinygpt.bench.record import Measured
+from tinygpt.bench.roofline import Run
 from tinygpt.bench.studies import ABSENT, STUDIES, Options, study_text
 from tinygpt.bench.sweep import run_study
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.tasks import perplexity
+from tinygpt.llm_args import LLMArgs
 from tinygpt.weights.config import ModelConfig
 
 RECORD = ROOT / "tests" / "data" / "studies.txt"
@@ -95,11 +99,11 @@ def pages() -> str:
     config = ModelConfig()
     found = []
     for study in STUDIES.values():
-        plans = [sweep.Plan("random:tiny", {}, (2,), (case,), 2, config) for case in study.cases]
-        more = {"num_steps": 7, "peak_memory": 10**9}
-        times = [(2.0, 0.5), (1.0, 0.25)]
-        records = [sweep._study_record(study, plan, "int8", times, **more) for plan in plans]
-        records = [{**record, "gpu_info": "a machine", "perplexity": 9.5} for record in records]
+        plans = [Plan(LLMArgs("random:tiny"), {}, (2,), (case,), 2, config) for case in study.cases]
+        more = {"remote": False} if study.name == "batch-inference" else {}
+        how = {"peak_memory": 10**9, "gpu": "a machine", "more": {**more, "perplexity": 9.5}}
+        runs = tuple(Run(first_token=total / 4, total=total, num_steps=7) for total in (2.0, 1.0))
+        records = [Measured(plan, "int8", 2, *plan.cases, runs, **how).to_study(study.name) for plan in plans]
         for case in study.cases:
             lengths = ", ".join(map(str, case.prompt_lengths[:10]))
             found.append(f"{case.batch_size} of {len(case.prompt_lengths)} x ({lengths}) + {case.new_tokens}")
@@ -127,8 +131,11 @@ def test_the_perplexity_is_that_of_each_dtype(found):
 
 def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
-    monkeypatch.setattr(sweep, "run", lambda plan, dtype, threads: plan.cases)
-    monkeypatch.setattr(sweep, "_local_record", lambda study, plan, case: {"case": case})
+
+    def run(plan, dtype, threads):
+        return [Measured(plan, dtype, threads, case, (Run(),)) for case in plan.cases]
+
+    monkeypatch.setattr(sweep, "run", run)
     records = []
     (note,) = run_study(study, Options("demo", small=True), records)  # 512 positions
     assert note.startswith(

@@ -18,7 +18,8 @@ from support.bench_records import (
     run_of,
 )
 from support.golden_models import write_model
-from tinygpt.bench import report, roofline, sweep
+from tinygpt.bench import record as records_of_bench
+from tinygpt.bench import roofline, sweep
 from tinygpt.bench.roofline import MachineLimits
 from tinygpt.errors import RequestError
 
@@ -131,15 +132,17 @@ def test_the_build_is_the_commit(tmp_path, monkeypatch):
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
     monkeypatch.setattr(
-        report, "tinygpt", SimpleNamespace(__file__=f"{tmp_path}/tinygpt/__init__.py", __version__="7")
+        records_of_bench,
+        "tinygpt",
+        SimpleNamespace(__file__=f"{tmp_path}/tinygpt/__init__.py", __version__="7"),
     )
-    assert report.build.__wrapped__() == ("7", 0)
+    assert records_of_bench.build.__wrapped__() == ("7", 0)
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     for message in ("one", "two"):
         git("commit", "--allow-empty", "-m", message)
-    commit, number = report.build.__wrapped__()
+    commit, number = records_of_bench.build.__wrapped__()
     assert (len(commit), number) == (8, 2)
     (tmp_path / "file").write_text("2")
-    assert report.build.__wrapped__() == (f"{commit}+", 2)
+    assert records_of_bench.build.__wrapped__() == (f"{commit}+", 2)

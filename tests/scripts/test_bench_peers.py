@@ -26,8 +26,8 @@ from peers.setup import (
     Peer,
     PeerError,
     Setup,
+    convert,
     held_to_avx2,
-    make_checkpoint,
     prepare,
     provide_folder,
     run_logged,
@@ -136,7 +136,9 @@ def test_an_engine_that_fails_is_absent_from_then_on(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return provide_folder(tmp_path_factory.mktemp("c") / "x", lambda to: make_checkpoint("random:tiny", to))
+    return provide_folder(
+        tmp_path_factory.mktemp("c") / "x", lambda to: convert("random:tiny", to, "safetensors")
+    )
 
 
 @needs_transformers

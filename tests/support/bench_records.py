@@ -2,8 +2,10 @@
 
 from datetime import datetime, timezone
 
+from tinygpt.bench.plan import Grid, Plan, make_plan
+from tinygpt.bench.record import Measured
 from tinygpt.bench.roofline import Case, MachineLimits, Run
-from tinygpt.bench.sweep import Plan, Test, make_plan, record_of
+from tinygpt.llm_args import LLMArgs
 from tinygpt.weights.config import ModelConfig
 
 # Keys that llama-bench always writes, and that llama.cpp's compare-llama-bench.py requires.
@@ -27,8 +29,8 @@ def run_of(**values: float) -> Run:
 def record(
     case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0
 ) -> dict:
-    plan = Plan("tiny", {dtype: cache}, (2,), (case,), len(runs), TINY)
-    return record_of(plan, Test(dtype, 2, case, tuple(runs), peak_memory, ended=ENDED), LIMITS)
+    plan = Plan(LLMArgs("tiny"), {dtype: cache}, (2,), (case,), len(runs), TINY)
+    return Measured(plan, dtype, 2, case, tuple(runs), peak_memory, ended=ENDED).to_llama_bench(LIMITS)
 
 
 def case_of(batch_size: int, prompt_length: int, new_tokens: int = 0) -> Case:
@@ -50,7 +52,9 @@ def generation_record(kv_cache_dtype: str = "bfloat16") -> dict:
     return record(case_of(4, 3, 6), [run], "int4", kv_cache_dtype)
 
 
-def planned(model="random:tiny", **changes):
+def planned(
+    model: str = "random:tiny", ranks: tuple[int, int] = (1, 1), kv_cache_dtype: str = "auto", **changes
+):
     values = {
         "dtypes": ["float32"],
         "threads": [1],
@@ -58,4 +62,6 @@ def planned(model="random:tiny", **changes):
         "prompt_lengths": [8],
         "new_tokens": [4],
     }
-    return make_plan(model, **{**values, "repetitions": 1, **changes})
+    sizes = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), ranks, strict=True))
+    args = LLMArgs(model, kv_cache_dtype=kv_cache_dtype, **sizes)
+    return make_plan(args, Grid(**{**values, "repetitions": 1, **changes}))

@@ -1,5 +1,5 @@
 """Speed of a model next to the limits of the machine: the core of `tinygpt bench`.
 
-Belongs here: timing (`measure`), cases that are measured (`sweep`), their work and the machine's limits (`roofline`),
-published studies (`studies`), and records, their text and pictures (`report`).
+Belongs here: timing (`measure`), cases that are planned (`plan`) and measured (`sweep`), their work and the limits of
+the machine (`roofline`), published studies (`studies`), records (`record`), their text and pictures (`report`).
 """

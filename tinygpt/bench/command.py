@@ -9,7 +9,7 @@ from pathlib import Path
 from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, has_ranks, set_thread_pools, whole_numbers
 from ..cli.streams import check_writable, counted, emit, log, read_plain_text, table_format, write_results
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
-from ..llm_args import CHECKPOINT
+from ..llm_args import CHECKPOINT, LLMArgs
 from .report import FORMATS, Record, aligned, cells_of, check_picture, draw_records, table
 from .studies import STUDIES, Options, draw_study, study_text
 
@@ -58,8 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences at once (default: 1,8)",
     )
     add("--prompt-lengths", type=whole_numbers, default=(128,), metavar="LIST", help="tokens (default: 128)")
-    about = "tokens to generate, 0 or at least 2 (default: 64)"
-    add("--new-tokens", type=whole_numbers, default=(64,), metavar="LIST", help=about)
+    add(
+        "--new-tokens",
+        type=whole_numbers,
+        default=(64,),
+        metavar="LIST",
+        help="tokens to generate, 0 or at least 2 (default: 64)",
+    )
     add(
         "--repetitions",
         type=int,
@@ -69,8 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "in place of the cases above; they have their own."
     add = parser.add_argument_group("published studies", about).add_argument
     listed = "; ".join(f"{study.name}: {study.summary}" for study in STUDIES.values())
-    about = f"repeat a study and show its figures: {listed} (default: none)"
-    add("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
+    add(
+        "--preset",
+        type=str.lower,
+        choices=STUDIES,
+        metavar="NAME",
+        help=f"repeat a study and show its figures: {listed} (default: none)",
+    )
     add("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     add("--text", metavar="FILE", help="UTF-8 text, for the perplexity of onnx-study (default: none)")
     add(
@@ -94,8 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also draw them, into a file named .png or .svg (default: none)",
     )
-    about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
-    add("--compare", type=Path, nargs=2, metavar="FILE", help=about)
+    add(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="FILE",
+        help="show the change between two files of cases, as json or jsonl, and measure nothing (default: off)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -144,9 +159,9 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if name in args.given]
-    if given:
-        raise RequestError(f"{why}: omit {', '.join(given)}.")
+    flags = [f"--{name.replace('_', '-')}" for name in names if name in args.given]
+    if flags:
+        raise RequestError(f"{why}: omit {', '.join(flags)}.")
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -168,18 +183,14 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    from .sweep import make_plan, run_plan
+    from .plan import Grid, make_plan
+    from .sweep import run_plan
 
-    cases = (
-        args.batch_sizes,
-        args.prompt_lengths,
-        args.new_tokens,
-        5 if args.repetitions is None else args.repetitions,
-    )
-    ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(
-        args.model, args.dtype, args.threads or (None,), *cases, ranks, args.device, args.kv_cache_dtype
-    )
+    names = ("model", "device", "kv_cache_dtype", *RANK_FLAGS)
+    llm_args = LLMArgs(**{name: getattr(args, name) for name in names})
+    repetitions = 5 if args.repetitions is None else args.repetitions
+    cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, repetitions
+    plan = make_plan(llm_args, Grid(args.dtype, args.threads or (None,), *cases))
     log(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
@@ -223,10 +234,10 @@ def read_records(path: Path) -> list[Record]:
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        records = found if isinstance(found, list) else [found]
+            value = [json.loads(line) for line in text.splitlines() if line.strip()]
+        records = value if isinstance(value, list) else [value]
         if records and all(record["samples_ts"] and record["model_filename"] for record in records):
             return records
     except OSError as error:
@@ -241,12 +252,12 @@ def read_records(path: Path) -> list[Record]:
 def compare(old: list[Record], new: list[Record]) -> list[Record]:
     """Return a record for each test: tokens a second and their spread on both sides, null on a side without it."""
     before, after = _by_test(old), _by_test(new)
-    found = []
+    compared = []
     for key in dict.fromkeys((*before, *after)):
         sides = _side("old", before.get(key, [])) | _side("new", after.get(key, []))
         ratio = sides["new_ts"] / sides["old_ts"] if sides["new_ts"] and sides["old_ts"] else None
-        found.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
-    return found
+        compared.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
+    return compared
 
 
 def comparison_table(compared: list[Record]) -> str:
@@ -266,10 +277,10 @@ def comparison_table(compared: list[Record]) -> str:
 
 
 def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
-    found: dict[tuple, list[float]] = {}
+    samples: dict[tuple, list[float]] = {}
     for record in records:
-        found.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
-    return found
+        samples.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
+    return samples
 
 
 def _side(name: str, samples: list[float]) -> Record:

@@ -107,9 +107,9 @@ class TimedRunner:
 
     def _timed(self, kinds: tuple[str, ...], function: Callable[..., Any], *arguments: Any) -> Any:
         first = self._meter.mark()
-        result = function(*arguments)
+        answer = function(*arguments)
         self._spans.append((kinds, first, self._meter.mark()))
-        return result
+        return answer
 
 
 def measure(

@@ -26,6 +26,7 @@ from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
+from ..cli.streams import in_columns
 from ..errors import RequestError, how_to_install
 
 Record = dict[str, Any]
@@ -115,11 +116,7 @@ def aligned(markdown: str) -> str:
             lines += group
             continue
         header, rule, *rows = [line[2:-2].split(" | ") for line in group]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        forms = [
-            f"{'>' if side.endswith(':') else '<'}{width}" for side, width in zip(rule, widths, strict=True)
-        ]
-        lines += ["  ".join(map(format, cells, forms)).rstrip() for cells in (header, *rows)]
+        lines += in_columns([header, *rows], {i for i, side in enumerate(rule) if side.endswith(":")})
     return "\n".join(lines)
 
 
@@ -265,9 +262,9 @@ def draw_records(records: Sequence[Record], path: Path) -> None:
     """Draw tokens a second of reading prompts and of generating, along the field with most values."""
     panels = []
     for title, name in (("Reading prompts", "n_prompt"), ("Generating", "n_gen")):
-        found = [{**record, "length": record[name]} for record in records if record[name]]
-        if found:
-            panels.append(_panel_of(found, title))
+        with_length = [{**record, "length": record[name]} for record in records if record[name]]
+        if with_length:
+            panels.append(_panel_of(with_length, title))
     first = records[0]
     note = f"{first['gpu_info'] or first['cpu_info']}. Points are {runs_text(len(first['samples_ts']))}."
     draw(path, f"Speed of {Path(first['model_filename']).name}", panels, note)

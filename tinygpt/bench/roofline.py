@@ -3,9 +3,10 @@
 A multiplication and an addition count as two operations.
 """
 
+import math
 from dataclasses import dataclass
 
-from ..weights.config import PRECISIONS, ModelConfig
+from ..weights.config import EMBEDDING, HEAD, PRECISIONS, ModelConfig, parameter_shapes
 
 # Bytes of a number in a KV cache, and llama.cpp's name of its type.
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -37,12 +38,12 @@ class Case:
 class Run:
     """Seconds of one repetition. A pass counts as prompt while any sequence is in its prompt."""
 
-    prompt: float  # passes that read prompts
-    generation: float  # passes that decode
-    sampling: float
-    first_token: float  # from the call of generate to the first token of the last prompt
-    total: float  # the whole LLM.generate
-    num_steps: int  # passes
+    prompt: float = 0.0  # passes that read prompts
+    generation: float = 0.0  # passes that decode
+    sampling: float = 0.0
+    first_token: float = 0.0  # from the call of generate to the first token of the last prompt
+    total: float = 0.0  # the whole LLM.generate
+    num_steps: int = 0  # passes; 0 if unknown
     num_prompt_steps: int = 0  # passes that read prompts
     together: float = 0.0  # passes in which all sequences decode one token
     num_together: int = 0
@@ -109,12 +110,24 @@ def work_of(case: Case, run: Run, config: ModelConfig, dtype: str, kv_cache_dtyp
 
 
 def num_parameters(config: ModelConfig) -> int:
-    return _matrices(config) + _embeddings(config) + _float32_parameters(config)
+    return sum(_sizes(config))
 
 
 def model_bytes(config: ModelConfig, dtype: str) -> int:
-    in_block, in_head = _weight_sizes(dtype)
-    return int(in_block * _matrices(config) + in_head * _embeddings(config) + 4 * _float32_parameters(config))
+    in_blocks, in_head, others = _sizes(config)
+    of_block, of_head = _weight_sizes(dtype)
+    return int(of_block * in_blocks + of_head * in_head + 4 * others)
+
+
+def _sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Return the parameters of the blocks' matrices, of embedding and head, and of all that stays float32."""
+    shapes = parameter_shapes(config)
+    if config.tie_word_embeddings:
+        del shapes[HEAD]
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    in_blocks = sum(size for name, size in sizes.items() if name.startswith("h.") and len(shapes[name]) > 1)
+    in_head = sum(sizes.get(name, 0) for name in (EMBEDDING, HEAD))
+    return in_blocks, in_head, sum(sizes.values()) - in_blocks - in_head
 
 
 def weight_bytes(
@@ -155,23 +168,3 @@ def block_weights(config: ModelConfig) -> int:
 
 def head_weights(config: ModelConfig) -> int:
     return config.vocab_size * config.embedding_size
-
-
-def _matrices(config: ModelConfig) -> int:
-    C, F = config.n_embd, config.inner_size
-    gates_and_experts = (config.num_experts - 1) * 2 * C * F + config.num_experts * C
-    return block_weights(config) + len(config.expert_layers) * gates_and_experts
-
-
-def _embeddings(config: ModelConfig) -> int:
-    return head_weights(config) * (1 if config.tie_word_embeddings else 2)
-
-
-def _float32_parameters(config: ModelConfig) -> int:
-    C = config.n_embd
-    experts = len(config.expert_layers) * (config.num_experts - 1)
-    biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
-    norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
-    positions = 0 if config.has_alibi else config.n_positions * C
-    projections = 2 * C * (config.embed_dim or 0)  # to and from the width of OPT 350M's embeddings
-    return positions + biases + norms + projections

@@ -263,7 +263,7 @@ def derived(records: list[Record]) -> list[Record]:
 
     speedup: over the first record of the dtype, here or remote.
     """
-    found, baselines = [], {}
+    rows, baselines = [], {}
     for record in records:
         n_gen = record["n_gen"]
         num_steps = record["num_steps"]
@@ -294,8 +294,8 @@ def derived(records: list[Record]) -> list[Record]:
             "memory_gb": record["peak_memory"] and record["peak_memory"] / 1e9,
         }
         medians = {f"median_{name}": statistics.median(values) for name, values in samples.items()}
-        found.append({**record, **samples, **medians, **more})
-    return found
+        rows.append({**record, **samples, **medians, **more})
+    return rows
 
 
 def study_text(study: Study, options: Options, records: list[Record], notes: list[str]) -> str:
@@ -307,8 +307,8 @@ def study_text(study: Study, options: Options, records: list[Record], notes: lis
         published = study.published.get((record["batch_size"], record["n_prompt"], record["n_gen"]), absent)
         rows.append([*cells_of(record, study.columns.values(), ABSENT), *map(str, published)])
     count = len(records[0]["samples_ns"])
-    about = "random prompts of the study's lengths, none cached; tokenization and warm-up are not timed"
-    lines = (f"Ours: {runs_text(count)}; {about}.", *notes, *study.notes)
+    conditions = "random prompts of the study's lengths, none cached; tokenization and warm-up are not timed"
+    lines = (f"Ours: {runs_text(count)}; {conditions}.", *notes, *study.notes)
     parts = (
         f"## {study.name}",
         f"Published: {study.source}; {study.model}, {study.hardware}.",

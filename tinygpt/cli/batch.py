@@ -170,17 +170,17 @@ class Run:
         num_answered = self.total - len(prompts)
         outputs = in_order(outputs) if args.keep_order else outputs
         try:
-            for i, found in progress("prompt", "answered")(outputs, self.total, num_answered):
-                about = self.pending[i].id, args.model, dtype
-                if isinstance(found, FailedRequestError):
-                    given = {"prompt": prompts[i].text, "prompt_token_ids": prompts[i].token_ids}
-                    self.write(_line(*about, **given, error=str(found)))
+            for i, output in progress("prompt", "answered")(outputs, self.total, num_answered):
+                head = self.pending[i].id, args.model, dtype
+                if isinstance(output, FailedRequestError):
+                    prompt = {"prompt": prompts[i].text, "prompt_token_ids": prompts[i].token_ids}
+                    self.write(_line(*head, **prompt, error=str(output)))
                     num_failed += 1
                 else:
-                    self.write(record_line(*about, found))
-                    num_truncated += found.num_truncated_tokens > 0
+                    self.write(record_line(*head, output))
+                    num_truncated += output.num_truncated_tokens > 0
                     if self.pending[i].params.guidance is not None:
-                        num_unfinished += sum(sample.finish_reason == "length" for sample in found.outputs)
+                        num_unfinished += sum(sample.finish_reason == "length" for sample in output.outputs)
                 num_answered += 1
         except KeyboardInterrupt as stop:
             how = f"in {args.output}; give the same command again to continue"
@@ -198,8 +198,8 @@ class Run:
 def in_order(outputs: Iterable[Found]) -> Iterator[Found]:
     early: dict[int, Any] = {}
     num_given = 0
-    for index, found in outputs:
-        early[index] = found
+    for index, output in outputs:
+        early[index] = output
         while num_given in early:
             yield num_given, early.pop(num_given)
             num_given += 1
@@ -315,14 +315,14 @@ def open_records(path: Path | None, earlier: Earlier) -> Iterator[Callable[[str]
 
         def write(line: str) -> None:
             nonlocal synced
-            data = memoryview(f"{line}\n".encode("utf-8", "backslashreplace"))
+            content = memoryview(f"{line}\n".encode("utf-8", "backslashreplace"))
             with _explained(path):
                 # Earlier lines: Ctrl-C in a slow sync after the line would leave it uncounted.
                 if is_regular and time.monotonic() - synced >= SYNC_SECONDS:
                     sync(descriptor)
                     synced = time.monotonic()
-                while data:  # a disk that becomes full takes a part
-                    data = data[file.write(data) :]
+                while content:  # a disk that becomes full takes a part
+                    content = content[file.write(content) :]
 
         try:
             yield write

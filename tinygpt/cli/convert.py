@@ -41,27 +41,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the same as SRC, as in all commands; DST is then the one argument",
     )
-    about = "a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)"
-    add("--to", type=str.lower, choices=OTHERS, help=about)
+    add(
+        "--to",
+        type=str.lower,
+        choices=OTHERS,
+        help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
+    )
     by_format = "; ".join(
         f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items()
     )
-    about = (
-        f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
-        "with --to)"
+    add_flag(
+        parser,
+        "dtype",
+        default=None,
+        metavar="DTYPE",
+        help=f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and "
+        "float32 with --to)",
     )
-    add_flag(parser, "dtype", default=None, metavar="DTYPE", help=about)
-    about = (
-        "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
-        "weights alone)"
+    add(
+        "--calibrate",
+        metavar="TEXT",
+        type=Path,
+        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by "
+        "the weights alone)",
     )
-    add("--calibrate", metavar="TEXT", type=Path, help=about)
-    about = "in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them"
-    add("--act-scales", metavar="FILE", type=Path, help=about)
-    about = (
-        f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
+    add(
+        "--act-scales",
+        metavar="FILE",
+        type=Path,
+        help="in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them",
     )
-    add("--smooth", metavar="ALPHA", type=float, help=about)
+    add(
+        "--smooth",
+        metavar="ALPHA",
+        type=float,
+        help=f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})",
+    )
     add_flag(parser, "threads")
 
 
@@ -100,12 +115,12 @@ def _check(args: argparse.Namespace, target: Path) -> None:
     if args.dtype not in FORMATS[args.to]:
         raise invalid("--dtype", args.dtype, f"one of {', '.join(FORMATS[args.to])}")
     flags = {"--calibrate": args.calibrate, "--act-scales": args.act_scales, "--smooth": args.smooth}
-    given = [flag for flag, value in flags.items() if value is not None]
-    if given and (args.to or args.dtype not in CALIBRATED):
+    named = [flag for flag, value in flags.items() if value is not None]
+    if named and (args.to or args.dtype not in CALIBRATED):
         raise RequestError(
-            f"{given[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out."
+            f"{named[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out."
         )
-    if given and (args.calibrate is None) == (args.act_scales is None):
+    if named and (args.calibrate is None) == (args.act_scales is None):
         raise RequestError("give --calibrate TEXT or --act-scales FILE, one of them.")
     if args.smooth is not None and not 0 <= args.smooth <= 1:
         raise invalid("--smooth", args.smooth, "a number from 0 to 1")
@@ -161,11 +176,11 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     return sum(file.stat().st_size for file in checkpoint.files), file
 
 
-def _write(writer: Callable[..., Path], folder: Path, checkpoint: "Checkpoint", *given: Any) -> Path:
+def _write(writer: Callable[..., Path], folder: Path, checkpoint: "Checkpoint", *options: Any) -> Path:
     from ..engine.model_runner import reading
 
     with reading(checkpoint, "writing") as watched:
-        return writer(folder, watched, *given)
+        return writer(folder, watched, *options)
 
 
 def _tokenizer_json(checkpoint: "Checkpoint") -> dict[str, Any] | None:
@@ -223,13 +238,13 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
             arrays = load_arrays(watched, args.dtype, thread_count(args.threads), calibration)
     except WeightError as error:
         raise RequestError(str(error), "dtype") from None
-    about = {
+    facts = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),
         "vocab_size": checkpoint.config.vocab_size,
         "source": args.source,
     }
-    return to_file(arrays), {**about, **PACKING, **(calibration.about if calibration else {})}
+    return to_file(arrays), {**facts, **PACKING, **(calibration.about if calibration else {})}
 
 
 def _warm_up(args: argparse.Namespace) -> None:

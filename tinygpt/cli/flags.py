@@ -59,20 +59,20 @@ def steering(text: str) -> tuple[str, float, range | None]:
     return path, float(strength or 1), None if first is None else range(int(first), int(last) + 1)
 
 
-def _with_default(about: str, default: Any) -> str:
-    if "(default: " in about:
-        return about
+def _with_default(text: str, default: Any) -> str:
+    if "(default: " in text:
+        return text
     shown = "none" if default is None else "off" if default is False else default
-    return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
+    return f"{text} (default: {shown:g})" if isinstance(shown, float) else f"{text} (default: {shown})"
 
 
 def options_of(field: Field, default: Any) -> dict[str, Any]:
     """Return the arguments of add_argument. field: of LLMArgs, SamplingParams or ServerConfig."""
     rule = field.metadata["rule"]
-    about = field.metadata["help"]
-    if rule.repeats and "several" not in about:
-        about += "; may be given several times"
-    options = {"default": default, "help": _with_default(about, default)}
+    text = field.metadata["help"]
+    if rule.repeats and "several" not in text:
+        text += "; may be given several times"
+    options = {"default": default, "help": _with_default(text, default)}
     if rule.parse is None:
         return {"action": "store_true", **options}
     options |= {"type": rule.parse, "metavar": field.metadata["metavar"]}
@@ -118,28 +118,31 @@ def add_checkpoint(parser: argparse._ActionsContainer, **changes: Any) -> None:
 
 def add_chat_template(add: Callable[..., Any]) -> None:
     """add: add_argument of a group."""
-    about = (
-        "a file with a Jinja template for chats, or plain: the messages' texts, a line each, which the model continues "
-        "(default: the model's own)"
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a file with a Jinja template for chats, or plain: the messages' texts, a line each, which the model "
+        "continues (default: the model's own)",
     )
-    add("--chat-template", metavar="FILE", help=about)
 
 
 def add_color(add: Callable[..., Any]) -> None:
     """As `add_chat_template`."""
-    about = (
-        "colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens by "
-        "how much they surprised the model, in a pipe, too (default: auto)"
+    add(
+        "--color",
+        choices=("auto", "always", "never", "surprise"),
+        default="auto",
+        help="colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens "
+        "by how much they surprised the model, in a pipe, too (default: auto)",
     )
-    add("--color", choices=("auto", "always", "never", "surprise"), default="auto", help=about)
 
 
 def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:
     """more: arguments without a flag."""
-    given = {field.name: getattr(args, flag) for flag, field in MODEL_FLAGS.items() if flag in args}
+    values = {field.name: getattr(args, flag) for flag, field in MODEL_FLAGS.items() if flag in args}
     for name in ("lora_modules", "soft_prompts"):
-        given[name] = dict(given.get(name) or ())
-    return LLMArgs(**given, **more)
+        values[name] = dict(values.get(name) or ())
+    return LLMArgs(**values, **more)
 
 
 def has_ranks(args: argparse.Namespace) -> bool:
@@ -228,8 +231,8 @@ def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
         if args.logprobs_mode != "raw":
             raise invalid("--logprobs-mode", args.logprobs_mode, "raw with --color surprise")
         others["logprobs"] = args.logprobs or 0  # of the sampled token alone
-    given = {name: getattr(args, name) for name in FLAGS} | others
-    return SamplingParams(soft_prompt=soft_prompt_of(args), **given)
+    values = {name: getattr(args, name) for name in FLAGS} | others
+    return SamplingParams(soft_prompt=soft_prompt_of(args), **values)
 
 
 def soft_prompt_of(args: argparse.Namespace) -> str | None:

@@ -34,8 +34,12 @@ SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "words, joined by spaces; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="words, joined by spaces; - is stdin (default: all of stdin, as it is)",
+    )
     add = parser.add_argument_group(
         "prompt", "Flags of one letter mean what they do in llama.cpp."
     ).add_argument
@@ -54,37 +58,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_groups(parser)
     add = parser.add_argument_group("input and output").add_argument
-    about = (
-        "JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
-        "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)"
+    add(
+        "--input",
+        metavar="FILE",
+        help="JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
+        "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)",
     )
-    add("--input", metavar="FILE", help=about)
-    about = (
-        "JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
+    add(
+        "--output",
+        metavar="FILE",
+        help="JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
         "interrupted run and skips ids with a record; --model and --dtype must be the same, other flags are not "
-        "compared (default: stdout, as -)"
+        "compared (default: stdout, as -)",
     )
-    add("--output", metavar="FILE", help=about)
-    about = (
+    text = (
         "answer the prompts of --input by N actors (default: 1) of the Ray cluster at $RAY_ADDRESS, or else of "
         "one that is started here; each host of it needs --model at the same path (default: this process)"
     )
-    add("--ray", nargs="?", type=int, const=1, metavar="N", help=about)
+    add("--ray", nargs="?", type=int, const=1, metavar="N", help=text)
     switches = {
         "--keep-order": "write records in the order of --input (default: as they finish)",
         "--json": "print a JSON record (default: the text)",
         "--no-stream": "print the text once it is complete (default: as it is made)",
         "--echo": "print the prompt in front of the text (default: off)",
     }
-    for flag, about in switches.items():
-        add(flag, action="store_true", help=about)
+    for flag, text in switches.items():
+        add(flag, action="store_true", help=text)
     add_color(add)
     add = add_group(parser).add_argument
-    about = (
-        "a control vector in GGUF, as llama.cpp's, that is added to the residual stream STRENGTH times (default: 1, "
-        "and all of its layers); may be given several times"
+    add(
+        "--steer",
+        type=steering,
+        action="append",
+        metavar="FILE[:STRENGTH[:FIRST-LAST]]",
+        help="a control vector in GGUF, as llama.cpp's, that is added to the residual stream STRENGTH times (default: "
+        "1, and all of its layers); may be given several times",
     )
-    add("--steer", type=steering, action="append", metavar="FILE[:STRENGTH[:FIRST-LAST]]", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -105,21 +114,21 @@ def _edits(args: argparse.Namespace) -> list[Any]:
     set_thread_pools(args.threads)  # before NumPy is imported
     from ..look.edits import ControlVector
 
-    found = []
+    steering_edits = []
     for path, *how in args.steer:
         vector = ControlVector.load(path)
-        found += (edits := vector.edits(*how))
+        steering_edits += (edits := vector.edits(*how))
         if not edits:
             raise RequestError(
                 f"--steer {path} has directions of layers {', '.join(map(str, vector.directions))} alone."
             )
-    return found
+    return steering_edits
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    given = [called for name, called in SOURCES.items() if getattr(args, name) not in (None, [])]
-    if len(given) > 1:
-        raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
+    named = [called for name, called in SOURCES.items() if getattr(args, name) not in (None, [])]
+    if len(named) > 1:
+        raise RequestError(f"both {named[0]} and {named[1]} were given: give one of them.")
     if args.output is not None and args.input is None:
         raise RequestError(
             f"--output needs --input, or redirect one prompt's text (> {shlex.quote(args.output)})."

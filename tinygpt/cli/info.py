@@ -20,8 +20,11 @@ NUM_SHOWN = 5  # tokens without a row of the embedding
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    about = "list the models of the Hub that are in the cache, and read none (default: off)"
-    parser.add_argument("--cached", action="store_true", help=about)
+    parser.add_argument(
+        "--cached",
+        action="store_true",
+        help="list the models of the Hub that are in the cache, and read none (default: off)",
+    )
     add_layout(parser)
 
 
@@ -236,8 +239,8 @@ def _print_text(report: dict[str, Any]) -> None:
     if outside := tokenizer["outside_vocabulary"]:
         first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
         more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
-        about = "tokens without a row of the embedding: a text with such a token is refused"
-        shown["outside_vocabulary"] = f"{first}{more}, {about}"
+        meaning = "tokens without a row of the embedding: a text with such a token is refused"
+        shown["outside_vocabulary"] = f"{first}{more}, {meaning}"
     print_fields("tokenizer", shown)
     if files := report["files"]:
         print_table(

@@ -293,22 +293,29 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
         add("checkpoint", nargs="?", metavar="MODEL", help="the same as --model (default: its value)")
     add("--help-all", action="help", help="show every flag and exit")
     if name in CONFIGURED:
-        about = "YAML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
-        add("--config", metavar="FILE", help=about)
+        add(
+            "--config",
+            metavar="FILE",
+            help="YAML with values of flags, which flags and TINYGPT_ variables replace (default: none)",
+        )
     if any(action.dest == "model" for action in parser._actions):
         add("--hf-file", help=argparse.SUPPRESS)  # of the repository that --model names
-    about = "least level of messages on stderr: debug, info, warning or error (default: info)"
     add(
         "--log-level",
         type=str.lower,
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help=about,
+        help="least level of messages on stderr: debug, info, warning or error (default: info)",
     )
     level = partial(add, action="store_const", dest="log_level", default=argparse.SUPPRESS)
     level("-q", "--quiet", const="error", help="errors alone (default: off)")
-    about = "all messages, and the traceback of an error (default: off)"
-    level("-v", "--verbose", "--debug", const="debug", help=about)
+    level(
+        "-v",
+        "--verbose",
+        "--debug",
+        const="debug",
+        help="all messages, and the traceback of an error (default: off)",
+    )
     if command.everyday and not is_all:
         shown = (*command.everyday, "help", "help_all")
         rare = [a for a in parser._actions if a.dest not in shown and a.help != argparse.SUPPRESS]
@@ -325,9 +332,9 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-def _parser(prog: str, arguments: str, about: str, epilog: str) -> Parser:
+def _parser(prog: str, arguments: str, summary: str, epilog: str) -> Parser:
     form = argparse.RawDescriptionHelpFormatter
-    return Parser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
+    return Parser(prog, f"{prog} {arguments}", summary, epilog, formatter_class=form, allow_abbrev=False)
 
 
 def _command(name: str) -> Command:

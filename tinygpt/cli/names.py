@@ -20,12 +20,13 @@ LAYOUTS = ("linear", "linear-qkv", "conv1d")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    about = (
-        "write a tensor_names.json next to a GPT-2 of unknown names, if words and shapes leave one answer by which it "
-        "loads, and say what they cannot show: its matrices are (out, in), as torch's Linear, with -qkv if one matrix "
-        "has all queries, then keys, then values, or (in, out), as transformers' Conv1D (default: off)"
+    parser.add_argument(
+        "--write-names",
+        choices=LAYOUTS,
+        help="write a tensor_names.json next to a GPT-2 of unknown names, if words and shapes leave one answer by "
+        "which it loads, and say what they cannot show: its matrices are (out, in), as torch's Linear, with -qkv if "
+        "one matrix has all queries, then keys, then values, or (in, out), as transformers' Conv1D (default: off)",
     )
-    parser.add_argument("--write-names", choices=LAYOUTS, help=about)
 
 
 def write_names(path: Path, layout: str) -> None:

@@ -37,14 +37,27 @@ PAGE = '<!doctype html><meta charset="utf-8"><title>logit lens</title>'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(temperature=0.0)  # nothing is drawn
-    about = "texts, each in quotation marks; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("text", nargs="*", metavar="TEXT", help=about)
-    about = "a text that each TEXT follows, and that is not scored itself (default: none, the BOS token)"
-    parser.add_argument("-p", "--prompt", default="", metavar="TEXT", help=about)
-    about = 'a text on each line; if it ends in .jsonl, {"text": ...} and optionally id (default: none)'
-    parser.add_argument("--input", metavar="FILE", help=about)
-    about = "print one JSON object a line for each text (default: a table)"
-    parser.add_argument("--json", action="store_true", help=about)
+    parser.add_argument(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="texts, each in quotation marks; - is stdin (default: all of stdin, as it is)",
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help="a text that each TEXT follows, and that is not scored itself (default: none, the BOS token)",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help='a text on each line; if it ends in .jsonl, {"text": ...} and optionally id (default: none)',
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a line for each text (default: a table)"
+    )
     add_group(parser)
 
 
@@ -58,16 +71,16 @@ def run(args: argparse.Namespace) -> None:
     scores = llm.score(args.prompt, [text for _, text in texts], soft_prompt_of(args))
     for (text_id, text), score in zip(texts, scores, strict=True):
         if args.json:
-            about = {"id": text_id, "model": args.model, "dtype": llm.dtype, "text": text}
-            emit(json.dumps(about | record_of(score), ensure_ascii=False))
+            head = {"id": text_id, "model": args.model, "dtype": llm.dtype, "text": text}
+            emit(json.dumps(head | record_of(score), ensure_ascii=False))
         else:
             print_table(_title(text, score), [("word", "bits", "tokens"), *_rows(score)])
 
 
 def _read(args: argparse.Namespace) -> list[Text]:
     if args.input is None:
-        given = [text if text != STDIN else read_text("stdin") for text in args.text] or [read_text("stdin")]
-        return [*enumerate(given, 1)]
+        texts = [text if text != STDIN else read_text("stdin") for text in args.text] or [read_text("stdin")]
+        return [*enumerate(texts, 1)]
     lines = read_text(f"--input {args.input}", args.input).splitlines()
     if not args.input.endswith(".jsonl"):
         return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -90,7 +103,7 @@ def record_of(score: "ContinuationScore") -> dict[str, Any]:
         "perplexity": score.perplexity,
         "bits_per_byte": score.bits_per_byte,
         "is_greedy": score.is_greedy,
-        "tokens": [dict(zip(("id", "text", "logprob", "surprisal"), each, strict=True)) for each in tokens],
+        "tokens": [dict(zip(("id", "text", "logprob", "surprisal"), row, strict=True)) for row in tokens],
         "words": [word._asdict() | {"surprisal": bits(word.logprob)} for word in score.words],
     }
 
@@ -118,18 +131,29 @@ def _shown(text: str) -> str:
 
 def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(temperature=0.0)
-    about = "the text, in quotation marks; - is stdin (default: all of stdin, as it is)"
-    parser.add_argument("text", nargs="?", metavar="TEXT", help=about)
-    about = (
-        "points that the lens reads, as blocks.0.hook_resid_mid, with *, or short for every layer, separated by "
-        "commas (default: %(default)s)"
+    parser.add_argument(
+        "text",
+        nargs="?",
+        metavar="TEXT",
+        help="the text, in quotation marks; - is stdin (default: all of stdin, as it is)",
     )
-    parser.add_argument("--names", default="resid_post", metavar="NAMES", help=about)
-    about = "most probable tokens of each point (default: %(default)s)"
-    parser.add_argument("--top", type=int, default=3, metavar="N", help=about)
-    about = "write a heat map with the candidates as titles (default: a table)"
+    parser.add_argument(
+        "--names",
+        default="resid_post",
+        metavar="NAMES",
+        help="points that the lens reads, as blocks.0.hook_resid_mid, with *, or short for every layer, separated by "
+        "commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=3,
+        metavar="N",
+        help="most probable tokens of each point (default: %(default)s)",
+    )
+    page = "write a heat map with the candidates as titles (default: a table)"
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--html", metavar="FILE", help=about)
+    add("--html", metavar="FILE", help=page)
     add("--json", action="store_true", help="print one JSON object (default: a table)")
     add_group(parser, LENS_MODEL)
 
@@ -144,15 +168,15 @@ def _run_lens(args: argparse.Namespace) -> None:
     from ..look.html import lens
 
     try:
-        found = lens(llm, text, args.names.split(","), args.top)
+        shown = lens(llm, text, args.names.split(","), args.top)
     except RequestError as error:
         raise (error.named("--names") if error.field == "capture" else error) from None
     if args.json:
-        print_json({"model": args.model, "dtype": llm.dtype, "text": text, **_lens_record(found)})
+        print_json({"model": args.model, "dtype": llm.dtype, "text": text, **_lens_record(shown)})
     elif args.html is None:
-        print_table(f"{args.model}: the most probable next tokens, by {args.names}", found.rows())
+        print_table(f"{args.model}: the most probable next tokens, by {args.names}", shown.rows())
     else:
-        write_results(PAGE + found._repr_html_(), Path(args.html))
+        write_results(PAGE + shown._repr_html_(), Path(args.html))
         log(f"{args.html} is written")
 
 

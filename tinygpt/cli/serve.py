@@ -38,8 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [name for name in MODEL_FLAGS if name != "split_special_tokens"]
     soft_prompt = f"{SOFT_PROMPT}, for requests that name it; several may be given (default: none)"
     group = add_group(parser, names, soft_prompt={"help": soft_prompt})
-    about = "samples that may wait; more are refused with status 429 (default: %(default)s)"
-    group.add_argument("--max-queue", type=int, default=512, metavar="N", help=about)
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=512,
+        metavar="N",
+        help="samples that may wait; more are refused with status 429 (default: %(default)s)",
+    )
     server = parser.add_argument_group("server")
     for name, field in SERVER_FLAGS.items():
         server.add_argument(flag_of(name), **options_of(field, field.default))

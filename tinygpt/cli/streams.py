@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,8 +115,8 @@ def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
         # disable=None: no bar if stderr is not a terminal.
         disable = None if messages.isEnabledFor(logging.INFO) else True
         bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=disable)
-        for number, item in enumerate(bar, initial + 1):
-            yield item
+        for number, value in enumerate(bar, initial + 1):
+            yield value
             now = time.perf_counter()
             if bar.disable and now - logged >= INTERVAL and number < total:
                 log(f"{number} of {counted(total, noun)} {done}")
@@ -149,12 +149,16 @@ def print_fields(title: str, values: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
-    cells = [[printable(str(value)) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     emit(printable(title))
-    for row in cells:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+    for line in in_columns([[printable(str(value)) for value in row] for row in rows]):
         emit(f"  {line}".rstrip())
+
+
+def in_columns(rows: Sequence[Sequence[str]], to_the_right: Collection[int] = ()) -> list[str]:
+    """Return a line for each row, whose cells are filled with spaces. to_the_right: columns that begin with spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{'>' if i in to_the_right else '<'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def _shown(value: Any) -> str:
@@ -208,12 +212,12 @@ def write_results(text: str, path: Path | None) -> None:
         return
     from ..weights.files import atomic_write
 
-    data = f"{text}\n".encode("utf-8", "backslashreplace")
+    content = f"{text}\n".encode("utf-8", "backslashreplace")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
-            path.write_bytes(data)
+            path.write_bytes(content)
         else:
-            atomic_write(path.resolve(), data)
+            atomic_write(path.resolve(), content)
     except OSError as error:
         emit(text)
         raise TinyGPTError(
@@ -228,24 +232,24 @@ def read_bytes(name: str, path: str | Path) -> bytes:
             raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
         if sys.stdin.isatty():
             log("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
-        data = sys.stdin.buffer.read()
+        content = sys.stdin.buffer.read()
     else:
         try:
-            data = Path(path).read_bytes()
+            content = Path(path).read_bytes()
         except OSError as error:
             raise RequestError(f"{name} cannot be read: {error.strerror}.") from None
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:8]:
         raise RequestError(
             f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`."
         )
-    return data
+    return content
 
 
 def read_text(name: str, path: str | Path = STDIN) -> str:
     """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
-    data = read_bytes(name, path)
+    content = read_bytes(name, path)
     try:
-        return data.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first."
@@ -337,8 +341,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     record_id = fields.pop("id", number)
     if type(record_id) not in (int, str):
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
-    given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
-    if len(given) != 1 or not isinstance(given[0], (str, list)):
+    prompts = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
+    if len(prompts) != 1 or not isinstance(prompts[0], (str, list)):
         raise RequestError(
             "one field prompt, a text or a list of token ids, is needed (or prompt_token_ids)."
         )
@@ -353,7 +357,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
     return PromptRecord(
-        number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields))
+        number, record_id, prompts[0], split_special_tokens, with_seed(replace(defaults, **fields))
     )
 
 

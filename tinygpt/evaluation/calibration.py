@@ -62,21 +62,23 @@ def calibrate(
 ) -> Calibration:
     """Run samples of a text in float64. Raise RequestError if it has no token."""
     samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
-    found: dict[str, Statistics] = {}
+    statistics: dict[str, Statistics] = {}
     reference = load_backend("reference", "float32")
     params = reference.load_params(checkpoint)
-    params = replace(params, watch=lambda name, x: found.setdefault(name, Statistics()).add(x))
+    params = replace(params, watch=lambda name, x: statistics.setdefault(name, Statistics()).add(x))
     for sample in with_bar(samples, len(samples), use_tqdm, "samples"):
         cache = reference.new_kv_cache(checkpoint.config, 1, len(sample))
         reference.forward(params, Batch.of([sample], [0], [0]), cache)
-    sizes = {name: one.largest if dtype == "int8" else one.size / one.count for name, one in found.items()}
+    sizes = {
+        name: one.largest if dtype == "int8" else one.size / one.count for name, one in statistics.items()
+    }
     sizes = {name: size.astype(np.float32) for name, size in sizes.items()}  # as files keep them
-    about = {
+    facts = {
         "smooth_text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "smooth_samples": str(len(samples)),
     }
-    means = {name: one.total / one.count for name, one in found.items()}
-    return Calibration(share, sizes, means, {"smooth": str(share), **about})
+    means = {name: one.total / one.count for name, one in statistics.items()}
+    return Calibration(share, sizes, means, {"smooth": str(share), **facts})
 
 
 def samples_of(token_ids: list[int], size: int) -> list[list[int]]:

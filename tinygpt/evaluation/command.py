@@ -1,8 +1,8 @@
 """`tinygpt eval`: perplexity, LAMBADA and ROUGE by dtype. `tinygpt parity`: a comparison with transformers' results."""
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,54 +19,49 @@ from ..weights.config import PRECISIONS
 if TYPE_CHECKING:
     from ..llm import LLM
     from .parity import Difference, Golden, Parity
+    from .tasks import Article
 
-# Title of a column -> its format for a record.
-COLUMNS = {
-    "ppl": {
-        "dtype": "{dtype}",
-        "stride": "{stride}",
-        "tokens": "{num_tokens}",
-        "token perplexity": "{token_perplexity:4}",
-        "change": "{change:+.3%}",
-        "word perplexity": "{word_perplexity:4}",
-        "byte perplexity": "{byte_perplexity:4}",
-        "bits per byte": "{bits_per_byte:4}",
-    },
-    "lambada": {
-        "dtype": "{dtype}",
-        "protocol": "{protocol}",
-        "rows": "{num_rows}",
-        "accuracy": "{accuracy:.2%}",
-        "perplexity": "{perplexity:4}",
-        "change": "{change:+.3%}",
-    },
-    "rouge": {
-        "dtype": "{dtype}",
-        "rows": "{num_rows}",
-        **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
-    },
-}
+Record = dict[str, Any]
 MODEL = (*flags.CPU_FLAGS, "max_model_len", "split_special_tokens", *flags.RANK_FLAGS)
 PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "ppl, lambada or rouge: what to measure, see below"
-    add("task", type=str.lower, choices=tuple(COLUMNS), metavar="TASK", help=about)
-    about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
-    add("file", metavar="FILE", type=Path, help=about)
-    about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
+    add(
+        "task",
+        type=str.lower,
+        choices=tuple(TASKS),
+        metavar="TASK",
+        help="ppl, lambada or rouge: what to measure, see below",
+    )
+    add(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help='text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}',
+    )
     form = parser.add_mutually_exclusive_group().add_argument
-    form("--format", type=str.lower, choices=("text", "md", "jsonl"), help=about)
+    form(
+        "--format",
+        type=str.lower,
+        choices=("text", "md", "jsonl"),
+        help="text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)",
+    )
     form(
         "--json", dest="format", action="store_const", const="jsonl", help="as --format jsonl (default: off)"
     )
     add = parser.add_argument_group("ppl", "strided perplexity of a text").add_argument
-    about = "tokens between the starts of two windows: fewer give more context, and take longer (default: a window)"
-    add("--stride", type=int, metavar="N", help=about)
-    about = "accuracy and perplexity of the end of each text, by word and by token; ROUGE of summaries (extra eval)"
-    add = parser.add_argument_group("lambada, rouge", about).add_argument
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens between the starts of two windows: fewer give more context, and take longer (default: a window)",
+    )
+    add = parser.add_argument_group(
+        "lambada, rouge",
+        "accuracy and perplexity of the end of each text, by word and by token; ROUGE of summaries (extra eval)",
+    ).add_argument
     add("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
     group = flags.add_group(
@@ -77,42 +72,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate with each dtype and print the table. Raise RequestError, before any work, for impossible arguments."""
-    flag, tasks = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
+    flag, others = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
     if getattr(args, flag) is not None:
-        raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
+        raise RequestError(f"--{flag} is for eval {others}: omit it, or run that.")
     if args.limit is not None and args.limit < 1:
         raise invalid("--limit", args.limit, "at least 1")
     text = read_plain_text("FILE", args.file)
     flags.set_thread_pools(args.threads)
-    given = _given(args, text)
+    task = TASKS[args.task]
+    inputs = task.read(f"FILE {args.file}", text)[: args.limit]
     if len(args.dtype) > 1:  # LLM refuses a single one
         from ..ranks.lead import open_sources
 
         open_sources(flags.llm_args(args), args.dtype)
-    found: list[list[dict[str, Any]]] = []
+    of_dtypes: list[list[Record]] = []
     try:
-        with work_started_by(found):
+        with work_started_by(of_dtypes):
             for dtype in args.dtype:
-                found.append(_evaluate(args, dtype, given))
+                of_dtypes.append(_evaluate(args, dtype, task, inputs))
     finally:  # an interruption leaves the dtypes that were measured
-        if found:
-            _show(args, found)
+        if of_dtypes:
+            _show(args.format, task, of_dtypes)
 
 
-def _given(args: argparse.Namespace, text: str) -> "str | list[Any]":
-    """Return what the task reads. Raise RequestError if the text holds something else, or a library is missing."""
-    if args.task == "ppl":
-        return text
-    from .tasks import new_scorer, read_articles, read_rows
-
-    read = {"lambada": read_rows, "rouge": read_articles}[args.task]
-    found = read(f"FILE {args.file}", text)[: args.limit]
-    if args.task == "rouge":
-        new_scorer()
-    return found
-
-
-def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
+def _evaluate(args: argparse.Namespace, dtype: str, task: "Task", inputs: "str | list[Any]") -> list[Record]:
     from ..llm import LLM
     from .tasks import NUM_TOGETHER, check_stride
 
@@ -121,45 +104,115 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
         if args.stride is not None:
             check_stride(llm, args.stride)
         log(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
-        about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
-        return [about | found for found in _measure(args.task, llm, given, args.stride)]
+        head = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
+        return [head | record for record in task.measure(llm, inputs, args.stride)]
 
 
-def _measure(task: str, llm: "LLM", given: Any, stride: int | None) -> list[dict[str, Any]]:
-    from ..evaluation import tasks
-
-    if task == "lambada":
-        found = tasks.lambada(llm, given, use_tqdm=progress("row"))
-        return [asdict(by) | {"accuracy": by.accuracy} for by in found]
-    if task == "rouge":
-        summaries = tasks.summarize(llm, given, use_tqdm=progress("article"))
-        return [{"num_rows": len(given)} | tasks.rouge(summaries, given)]
-    found = tasks.perplexity(llm, given, stride, use_tqdm=progress("window"))
-    names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-    sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
-    return [sizes | asdict(found) | {name: getattr(found, name) for name in names}]
-
-
-def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
-    records = [record for of in found for record in of]
-    name = {"ppl": "token_perplexity", "lambada": "perplexity"}.get(args.task)
-    if name is not None:  # its relative change from the first dtype's
-        changes = [
-            record[name] / first[name] - 1 for of in found for record, first in zip(of, found[0], strict=True)
-        ]
-        records = [record | {"change": change} for record, change in zip(records, changes, strict=True)]
-    if args.format == "jsonl":
+def _show(form: str | None, task: "Task", of_dtypes: list[list[Record]]) -> None:
+    if task.compared is not None:
+        for records in of_dtypes:
+            for record, first in zip(records, of_dtypes[0], strict=True):
+                record["change"] = record[task.compared] / first[task.compared] - 1
+    records = [record for records in of_dtypes for record in records]
+    if form == "jsonl":
         emit(FORMATS["jsonl"](records))
         return
-    columns = dict(COLUMNS[args.task])
-    first = records[0]["dtype"]
-    if all(record["dtype"] == first for record in records):
+    columns = dict(task.columns)
+    dtype = records[0]["dtype"]
+    if all(record["dtype"] == dtype for record in records):
         columns.pop("change", None)
-    records = [record | {"change": None} if record["dtype"] == first else record for record in records]
-    table = records_table(
-        records, columns, [title for title in columns if title not in ("dtype", "protocol")]
-    )
-    emit(table if (args.format or table_format()) == "md" else aligned(table))
+    records = [record | {"change": None} if record["dtype"] == dtype else record for record in records]
+    table = records_table(records, columns, columns.keys() - {"dtype", "protocol"})
+    emit(table if (form or table_format()) == "md" else aligned(table))
+
+
+@dataclass(frozen=True)
+class Task:
+    """read: from the name of a file and its text; may raise RequestError. measure: by a model, with a --stride."""
+
+    read: Callable[[str, str], Any]
+    measure: Callable[["LLM", Any, int | None], list[Record]]
+    compared: str | None  # field whose relative change from the first dtype's is shown
+    columns: dict[str, str]  # title -> its format for a record
+
+
+def _perplexity(llm: "LLM", text: str, stride: int | None) -> list[Record]:
+    from .tasks import perplexity
+
+    measured = perplexity(llm, text, stride, use_tqdm=progress("window"))
+    names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+    sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
+    return [sizes | asdict(measured) | {name: getattr(measured, name) for name in names}]
+
+
+def _read_rows(name: str, text: str) -> list[str]:
+    from .tasks import read_rows
+
+    return read_rows(name, text)
+
+
+def _lambada(llm: "LLM", rows: list[str], stride: int | None) -> list[Record]:
+    from .tasks import lambada
+
+    by_protocol = lambada(llm, rows, use_tqdm=progress("row"))
+    return [asdict(measured) | {"accuracy": measured.accuracy} for measured in by_protocol]
+
+
+def _read_articles(name: str, text: str) -> "list[Article]":
+    from .tasks import new_scorer, read_articles
+
+    articles = read_articles(name, text)
+    new_scorer()  # RequestError without its library
+    return articles
+
+
+def _rouge(llm: "LLM", articles: "list[Article]", stride: int | None) -> list[Record]:
+    from .tasks import rouge, summarize
+
+    summaries = summarize(llm, articles, use_tqdm=progress("article"))
+    return [{"num_rows": len(articles)} | rouge(summaries, articles)]
+
+
+TASKS = {
+    "ppl": Task(
+        lambda name, text: text,
+        _perplexity,
+        "token_perplexity",
+        {
+            "dtype": "{dtype}",
+            "stride": "{stride}",
+            "tokens": "{num_tokens}",
+            "token perplexity": "{token_perplexity:4}",
+            "change": "{change:+.3%}",
+            "word perplexity": "{word_perplexity:4}",
+            "byte perplexity": "{byte_perplexity:4}",
+            "bits per byte": "{bits_per_byte:4}",
+        },
+    ),
+    "lambada": Task(
+        _read_rows,
+        _lambada,
+        "perplexity",
+        {
+            "dtype": "{dtype}",
+            "protocol": "{protocol}",
+            "rows": "{num_rows}",
+            "accuracy": "{accuracy:.2%}",
+            "perplexity": "{perplexity:4}",
+            "change": "{change:+.3%}",
+        },
+    ),
+    "rouge": Task(
+        _read_articles,
+        _rouge,
+        None,
+        {
+            "dtype": "{dtype}",
+            "rows": "{num_rows}",
+            **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+        },
+    ),
+}
 
 
 def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,17 +224,29 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = ", ".join(f"{precision.tolerance:g} for {dtype}" for dtype, precision in PRECISIONS.items())
     add("--tolerance", type=float, metavar="X", help=f"largest difference of a logit (default: {defaults})")
     default = f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids"
-    about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
-    add("--input", metavar="FILE", help=about)
+    add(
+        "--input",
+        metavar="FILE",
+        help=f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})",
+    )
     add(
         "-n", "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: 32)"
     )
-    about = "also show how far each layer's hidden states differ; --tolerance is for logits (default: off)"
-    add("--layers", action="store_true", help=about)
-    about = "compare with this file, prompts included (default: with transformers)"
-    add("--golden", metavar="FILE", help=about)
-    about = "write what transformers computes to this .npz file (default: none)"
-    add("--save-golden", metavar="FILE", help=about)
+    add(
+        "--layers",
+        action="store_true",
+        help="also show how far each layer's hidden states differ; --tolerance is for logits (default: off)",
+    )
+    add(
+        "--golden",
+        metavar="FILE",
+        help="compare with this file, prompts included (default: with transformers)",
+    )
+    add(
+        "--save-golden",
+        metavar="FILE",
+        help="write what transformers computes to this .npz file (default: none)",
+    )
 
 
 def _run_parity(args: argparse.Namespace) -> None:
@@ -204,7 +269,7 @@ def _run_parity(args: argparse.Namespace) -> None:
         states = [llm.hidden_states(golden.token_ids) for golden in goldens] if args.layers else None
         parity = compare(goldens, logits, _greedy(llm, goldens), states)
     failures = parity.failures(tolerance)
-    about = {
+    head = {
         "model": args.model,
         "dtype": llm.dtype,
         "device": args.device,
@@ -213,9 +278,9 @@ def _run_parity(args: argparse.Namespace) -> None:
         "passed": not failures,
     }
     if args.json:
-        streams.print_json({**about, "failures": failures, **asdict(parity)})
+        streams.print_json({**head, "failures": failures, **asdict(parity)})
     else:
-        _print_parity(about, parity)
+        _print_parity(head, parity)
     if failures:
         raise TinyGPTError("\n".join(["no parity:", *(f"  {failure}" for failure in failures)]))
 
@@ -314,8 +379,8 @@ def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
     return [next(outputs).outputs[0].token_ids if golden.greedy_ids else [] for golden in goldens]
 
 
-def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
-    streams.print_fields("parity", about)
+def _print_parity(head: dict[str, Any], parity: "Parity") -> None:
+    streams.print_fields("parity", head)
     logits = {
         "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
         "largest_difference": f"{parity.logits.largest:.3g}",
@@ -342,8 +407,10 @@ def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
         )
 
 
-def _print_differences(title: str, names: Iterable[str], found: "Iterable[Difference]") -> None:
-    cells = [(name, f"{at.largest:.3g}", f"{at.mean:.3g}") for name, at in zip(names, found, strict=True)]
+def _print_differences(title: str, names: Iterable[str], differences: "Iterable[Difference]") -> None:
+    cells = [
+        (name, f"{at.largest:.3g}", f"{at.mean:.3g}") for name, at in zip(names, differences, strict=True)
+    ]
     streams.print_table(title, [("", "largest", "mean"), *cells])
 
 

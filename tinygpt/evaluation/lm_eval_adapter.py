@@ -82,8 +82,10 @@ class TinyGPTLM(TemplateLM):
         for i, request in enumerate(requests):
             (text,) = request.args
             token_ids = self.tok_encode(text)
-            found = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
-            windows += [(i, *make_disjoint_window(window)) for window in found]
+            rolling = get_rolling_token_windows(
+                token_ids, self.prefix_token_id, self.max_length, context_len=1
+            )
+            windows += [(i, *make_disjoint_window(window)) for window in rolling]
         for (i, *_), (logprob, _) in zip(
             windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
         ):
@@ -100,8 +102,8 @@ class TinyGPTLM(TemplateLM):
         return score.cumulative_logprob, score.is_greedy
 
     def _generate(self, request: Any) -> str:
-        context, given = request.args
-        fields = normalize_gen_kwargs(given, self.max_gen_toks)
+        context, options = request.args
+        fields = normalize_gen_kwargs(options, self.max_gen_toks)
         fields.pop("do_sample")  # if it is false, the temperature is 0 or not given
         stop = [text for text in fields.pop("until") if text]
         max_tokens = fields.pop("max_gen_toks")

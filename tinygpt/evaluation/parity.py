@@ -102,7 +102,7 @@ def compute_goldens(
         )
     model = model.float().eval()
     with torch.inference_mode():
-        return [_compute(model, *given, has_states) for given in zip(prompts, num_greedy, strict=True)]
+        return [_compute(model, *pair, has_states) for pair in zip(prompts, num_greedy, strict=True)]
 
 
 def _compute(model: Any, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
@@ -159,10 +159,10 @@ def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
     fields: dict[str, Any] = {"hidden_states": None}
     for name, (dtype, ndim) in ARRAYS.items():
         if name not in fields or f"{name}.{i}" in arrays:
-            found = arrays[f"{name}.{i}"]  # bytes if the archive's entry is no array
-            if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != ndim:
+            array = arrays[f"{name}.{i}"]  # bytes if the archive's entry is no array
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
                 raise ValueError(name)
-            fields[name] = found.tolist() if ndim == 1 else found
+            fields[name] = array.tolist() if ndim == 1 else array
     return Golden(**fields)
 
 
@@ -211,24 +211,24 @@ def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:
 
 
 def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> list[Divergence]:
-    found = []
+    divergences = []
     for prompt, (golden, ours) in enumerate(zip(goldens, greedy_ids, strict=True)):
         pairs = enumerate(zip(ours, golden.greedy_ids, strict=True))
         index = next((i for i, (token_id, expected) in pairs if token_id != expected), None)
         if index is not None:
-            found.append(
+            divergences.append(
                 Divergence(prompt, index, ours[index], golden.greedy_ids[index], golden.greedy_leads[index])
             )
-    return found
+    return divergences
 
 
 def _by_position(gaps: Sequence[np.ndarray]) -> dict[int, Difference]:
     """Group positions 0, 1, 2 to 3, 4 to 7 and so on."""
     longest = max(map(len, gaps))
     start = 0
-    found = {}
+    differences = {}
     while start < longest:
         stop = max(1, 2 * start)
-        found[start] = _difference([gap[start:stop] for gap in gaps if len(gap) > start])
+        differences[start] = _difference([gap[start:stop] for gap in gaps if len(gap) > start])
         start = stop
-    return found
+    return differences

@@ -48,8 +48,8 @@ class Replica:
     def __init__(self, arguments: Arguments):
         configure_logging("json")
         self._arguments = arguments
-        given = arguments.model_dump(include={"model", "dtype", "threads", "max_num_seqs", "max_queue"})
-        self._llm = LLM(**given, **{"split_special_tokens": True, **arguments.llm})  # as `tinygpt serve`
+        own = arguments.model_dump(include={"model", "dtype", "threads", "max_num_seqs", "max_queue"})
+        self._llm = LLM(**own, **{"split_special_tokens": True, **arguments.llm})  # as `tinygpt serve`
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments

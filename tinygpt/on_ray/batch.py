@@ -33,16 +33,16 @@ def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
     from ..engine.input_processor import InputProcessor
     from ..engine.model_runner import ModelSource
 
-    given = llm_args(args)
-    source = ModelSource.open(given)
-    inputs = InputProcessor(source, given, given.sizes(source.config, source.backend.MAX_STEP_TOKENS))
+    own = llm_args(args)
+    source = ModelSource.open(own)
+    inputs = InputProcessor(source, own, own.sizes(source.config, source.backend.MAX_STEP_TOKENS))
     whole: dict[str, Any] = {
-        name: _whole_path(getattr(given, name)) for name in ("model", "lora", "draft_model")
+        name: _whole_path(getattr(own, name)) for name in ("model", "lora", "draft_model")
     }
     for name in ("lora_modules", "soft_prompts"):
-        whole[name] = {each: _whole_path(path) for each, path in getattr(given, name).items()}
+        whole[name] = {adapter: _whole_path(path) for adapter, path in getattr(own, name).items()}
     threads = args.threads or max(physical_cores() // args.ray, 1)
-    return replace(given, threads=threads, dtype=source.dtype, **whole), inputs
+    return replace(own, threads=threads, dtype=source.dtype, **whole), inputs
 
 
 def _whole_path(name: str | None) -> str | None:

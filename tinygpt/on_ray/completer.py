@@ -42,8 +42,10 @@ class Completer:
         if "prompt" not in batch:
             raise RequestError(f"the rows have {', '.join(map(repr, batch))} and need a column 'prompt'.")
         prompts = batch["prompt"]
-        given = batch.get("sampling_params", [None] * len(prompts))
-        futures = [self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, given, strict=True)]
+        rows_fields = batch.get("sampling_params", [None] * len(prompts))
+        futures = [
+            self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, rows_fields, strict=True)
+        ]
         rows = [*map(_row_of, futures)]
         return {**batch, **{name: _column([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}}
 
@@ -61,11 +63,11 @@ def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingP
         raise RequestError(
             f"sampling_params is {fields!r} and must be fields of SamplingParams and their values."
         )
-    given = {str(name): _plain(value) for name, value in fields.items() if value is not None}
-    if isinstance(given.get("logit_bias"), dict):  # Arrow has texts as keys, and the keys of all rows
-        bias = given["logit_bias"].items()
-        given["logit_bias"] = {token_id_of(key): value for key, value in bias if value is not None}
-    params = replace(params, **given)
+    changes = {str(name): _plain(value) for name, value in fields.items() if value is not None}
+    if isinstance(changes.get("logit_bias"), dict):  # Arrow has texts as keys, and the keys of all rows
+        bias = changes["logit_bias"].items()
+        changes["logit_bias"] = {token_id_of(key): value for key, value in bias if value is not None}
+    params = replace(params, **changes)
     if params.n > 1:
         raise RequestError(
             f"n is {params.n} and a row has room for one sample: leave n at 1, and repeat the row."
