@@ -10,6 +10,7 @@ from tinygpt import LLM
 from tinygpt.engine.grammar_process import can_close, closed
 from tinygpt.errors import RequestError
 from tinygpt.server import client_fields, protocol
+from tinygpt.server.chats import ChatRequest, ResponsesRequest
 from tinygpt.server.tool_calls import Function, ToolCall, schema_of
 from tinygpt.text.chat_template import ChatTemplate
 
@@ -70,8 +71,8 @@ def test_the_tables_have_every_field_of_openais_client():
 
     for of_client, form in (
         (completions.CompletionCreateParamsBase, protocol.CompletionRequest),
-        (chats.CompletionCreateParamsBase, protocol.ChatRequest),
-        (responses.ResponseCreateParamsBase, protocol.ResponsesRequest),
+        (chats.CompletionCreateParamsBase, ChatRequest),
+        (responses.ResponseCreateParamsBase, ResponsesRequest),
     ):
         assert of_client.__annotations__.keys() <= form.fields_by_name().keys()
 
@@ -85,7 +86,7 @@ def test_the_readme_has_the_table():
 def test_an_assistants_turn_is_read(server, sent, read):
     message = {"role": "assistant", **sent}
     tool = {"role": "tool", "content": "1", "tool_call_id": "call_1"}
-    form = protocol.ChatRequest(messages=[USER, message, tool])
+    form = ChatRequest(messages=[USER, message, tool])
     assert form.listed_messages() == [USER, {"role": "assistant", **read}, tool]
     assert server.ask(CHAT, {"messages": [USER, message, tool], "max_tokens": 1}).status == 200
 

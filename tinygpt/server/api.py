@@ -26,12 +26,12 @@ from ..outputs import RequestOutput, ThreadFuture
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
+from .chats import Chat, ChatRequest, Responses, ResponsesRequest
 from .config import ServerConfig
 from .monitoring import Metrics, RunningRequest
 from .refusals import RETRY, ApiError, from_engine
-from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
-from .requests import SSE, EventStream, look_params, route, while_connected
-from .turns import InTurn, Turns, in_slices, json_reply, read_apart, whole
+from .replies import SSE, Completion, EventStream, Generation, Job, TokenNames
+from .turns import InTurn, Turns, in_slices, json_reply, read_apart, while_connected, whole
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -41,8 +41,18 @@ BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until t
 
 Requests = list[tuple[Prompt, SamplingParams]]
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
-Handler = Callable[[Any, Request], Awaitable[Response]]
+Handler = TypeVar("Handler", bound=Callable)
 JobKind = TypeVar("JobKind", bound=Job)
+
+
+def route(path: str, *methods: str, **options: Any) -> Callable[[Handler], Handler]:
+    """options: FastAPI's."""
+
+    def mark(handler: Handler) -> Handler:
+        handler.route = path, methods, options
+        return handler
+
+    return mark
 
 
 class Api:
@@ -77,7 +87,7 @@ class Api:
     def shows_tools(self) -> bool:
         return self.chat_template is not None and self.chat_template.shows_tools
 
-    def checked(self, handle: Handler) -> Handler:
+    def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
 
         @wraps(handle)
@@ -98,7 +108,7 @@ class Api:
             try:
                 return await while_connected(request.receive, handle(form, request))
             except TinyGPTError as error:
-                raise from_engine(error, form) from None
+                raise from_engine(error, form.name_of) from None
             except asyncio.CancelledError:  # uvicorn does not wait for a thread that does not end
                 raise self.turns.shutdown_error or asyncio.CancelledError from None
 
@@ -122,7 +132,7 @@ class Api:
         return await self._answer(job, request, None if max_tokens else self._scored)
 
     @route("/v1/chat/completions", "POST")
-    async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
+    async def chat(self, form: ChatRequest, request: Request) -> Response:
         """Answer messages."""
         if form.top_logprobs is not None and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -136,7 +146,7 @@ class Api:
         return await self._converse(Chat, given, form, request, logprobs=logprobs)
 
     @route("/v1/responses", "POST")
-    async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
+    async def responses(self, form: ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
         return await self._converse(Responses, form.max_tokens, form, request)
 
@@ -290,7 +300,7 @@ class Api:
 
         def read() -> SamplingParams:
             looks = isinstance(form, protocol.LookFields)
-            more = look_params(form, self.config.look, self.config.control_vectors) if looks else {}
+            more = protocol.look_params(form, self.config.look, self.config.control_vectors) if looks else {}
             params = form.sampling_params(self.encode, **others, **more)
             request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None
             return params

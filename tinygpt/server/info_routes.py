@@ -5,11 +5,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import tinygpt
@@ -18,11 +19,73 @@ from ..engine.prompts import Prompt
 from ..kernels import numbers
 from ..text.chat import PlainTemplate
 from ..wire import record_to_json
-from . import protocol
-from .api import Api, listed
+from .api import Api, listed, route
+from .protocol import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    Form,
+    IdLists,
+    ModelName,
+    Pooling,
+    Positive,
+    Strict,
+    Text,
+    Texts,
+    TokenId,
+    TokenIds,
+    items,
+    whole_numbers,
+)
 from .refusals import ApiError
-from .requests import route
 from .turns import json_reply, read_apart
+
+
+class ClassifyRequest(Form):
+    input: Text | TokenIds | Texts | IdLists
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class LensRequest(Form):
+    prompt: Text | TokenIds
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(ClassifyRequest):
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None
+    pooling: Pooling = "last"
+
+
+class ScoreRequest(Form):
+    """One text_1 for all of text_2, or one for each."""
+
+    text_1: Text | Texts
+    text_2: Text | Texts
+    pooling: Pooling = "last"
+    user: str | None = None
+
+
+class ContinuationsRequest(Form):
+    prompt: str | TokenIds | None
+    continuations: Annotated[list[Text | TokenIds], items(MAX_PROMPTS)]
+    soft_prompt: Text | None = None
+
+
+class TokenizeRequest(Form):
+    """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
+
+    takes_adapter = True
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    takes_adapter = True
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], items(MAX_IDS), BeforeValidator(whole_numbers)]
+    skip_special_tokens: bool | None = None
 
 
 class InfoRoutes:
@@ -32,7 +95,7 @@ class InfoRoutes:
         self._config = api.config
 
     @route("/v1/embeddings", "POST")
-    async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
+    async def embeddings(self, form: EmbeddingRequest, request: Request) -> Response:
         """Return a vector for each text."""
         if form.dimensions not in (None, width := self._llm.config.n_embd):
             message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
@@ -46,7 +109,7 @@ class InfoRoutes:
         return await self._list(form, data, count)
 
     @route("/v1/score", "POST")
-    async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
+    async def score(self, form: ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
         num_first = len(listed(form.text_1))
         num_second = len(listed(form.text_2))
@@ -65,7 +128,7 @@ class InfoRoutes:
         return await self._list(form, data, count_1 + count_2, "score-")
 
     @route("/classify", "POST")
-    async def classify(self, form: protocol.ClassifyRequest, request: Request) -> Response:
+    async def classify(self, form: ClassifyRequest, request: Request) -> Response:
         """Return the label of each text and its probabilities, or those of each token."""
         prompts, count = await self._inputs(form.input, form, request, "input")
         found = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
@@ -74,7 +137,7 @@ class InfoRoutes:
         return await self._list(form, data, count, "classify-")
 
     @route("/lens", "POST")
-    async def lens(self, form: protocol.LensRequest, request: Request) -> Response:
+    async def lens(self, form: LensRequest, request: Request) -> Response:
         """Return what each layer would say after a prompt, and how much its last token attends to each."""
         if not self._config.look:
             raise ApiError(400, "/lens needs a server that was started with --look.")
@@ -93,7 +156,7 @@ class InfoRoutes:
         return await json_reply(*await self._api.in_turn([look]))
 
     @route("/score_continuations", "POST")
-    async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
+    async def score_continuations(self, form: ContinuationsRequest, request: Request) -> Response:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
         is_split = form.split_special_tokens is not False
         score = partial(
@@ -104,7 +167,7 @@ class InfoRoutes:
         return await json_reply({"scores": (record_to_json(each) for [each] in found)})
 
     @route("/tokenize", "POST")
-    async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
+    async def tokenize(self, form: TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
 
         def read() -> dict[str, Any]:
@@ -115,7 +178,7 @@ class InfoRoutes:
         return await json_reply(await read_apart(request, read))
 
     @route("/detokenize", "POST")
-    async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
+    async def detokenize(self, form: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
         if (highest := max(form.tokens, default=0)) >= (size := self._llm.config.vocab_size):
             raise ApiError(

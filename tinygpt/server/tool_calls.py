@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo
 
 from .client_fields import DROPPING
-from .values import Strict, Text
+from .protocol import Strict, Text
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # Of a text that names the tool, as the guided JSON writes it.
