@@ -78,8 +78,15 @@ def test_the_tables_have_every_field_of_openais_client():
 
 
 def test_the_readme_has_the_table():
+    lines = []
+    for kind, foreign in client_fields.FOREIGN.items():
+        reasons = {}
+        for name, refused in foreign.refused.items():
+            reasons.setdefault(refused.reason, []).append(f"`{name}`")
+        told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        lines.append(f"| {kind} | {', '.join(f'`{name}`' for name in foreign.passed.split())} | {told} |")
     text = (ROOT / "tinygpt" / "server" / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(client_fields.table()) in text
+    assert "\n".join(lines) in text
 
 
 @pytest.mark.parametrize(("sent", "read"), TURNS)

@@ -96,20 +96,20 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         with warnings.catch_warnings():  # about one operation id for GET and DELETE, which are named below
             warnings.simplefilter("ignore")
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            described = get_openapi(title=app.title, version=app.version, routes=app.routes)
         keys = api.config.api_keys
-        for path, methods in found["paths"].items():
+        for path, methods in described["paths"].items():
             for method, operation in methods.items():
                 operation["operationId"] = f"{method}_{path.strip('/')}"
                 if keys:
                     operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
-        schemas = found["components"]["schemas"]
+        schemas = described["components"]["schemas"]
         schemas["ModelName"]["enum"] = list(api.model_names)
         schemas["TokenId"]["maximum"] = api.llm.config.vocab_size - 1
         schemas["NumLogprobs"]["maximum"] = api.config.max_logprobs
         if keys:
-            found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        app.openapi_schema = found
+            described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = described
     return app.openapi_schema
 
 

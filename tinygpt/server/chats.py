@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from ..async_llm import IndexedChunk
 from ..outputs import CompletionOutput, RequestOutput
 from ..text.chat import Role
-from .client_fields import with_others
+from .client_fields import with_foreign
 from .protocol import (
     MAX_STOPS,
     FlatSchemaFormat,
@@ -39,7 +39,7 @@ class TextPart(Strict):
     text: str
 
 
-class ChatMessage(with_others("a chat's message", Strict)):
+class ChatMessage(with_foreign("a chat's message", Strict)):
     role: Role
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
@@ -49,10 +49,11 @@ class ChatMessage(with_others("a chat's message", Strict)):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_text(cls, given: Any) -> Any:
+    def _without_text(cls, message: Any) -> Any:
         """Read an assistant's turn that has no text, as a call of a tool has none."""
-        is_silent = isinstance(given, dict) and given.get("role") == "assistant"
-        return {**given, "content": ""} if is_silent and given.get("content") is None else given
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        return {**message, "content": ""} if message.get("content") is None else message
 
     def for_template(self) -> dict[str, Any]:
         known = {"role", "name", "tool_call_id", "reasoning_content"}
@@ -65,7 +66,7 @@ def text_of(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ChatRequest(with_others("a chat", with_others("any request", LookFields))):
+class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields))):
     """max_tokens is the older name of max_completion_tokens."""
 
     messages: Annotated[list[ChatMessage], Messages]
@@ -141,7 +142,7 @@ class TextOptions(Strict):
     verbosity: str | None = None
 
 
-class ResponsesRequest(with_others("a response", with_others("any request", SamplingFields))):
+class ResponsesRequest(with_foreign("a response", with_foreign("any request", SamplingFields))):
     """instructions: a first message of the system. Nothing is stored, and the output is one text."""
 
     input: Text | Annotated[list[ResponseMessage], Messages]
@@ -158,10 +159,10 @@ class ResponsesRequest(with_others("a response", with_others("any request", Samp
 
     def listed_messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]
-        given = [("user", self.input)]
+        turns = [("user", self.input)]
         if not isinstance(self.input, str):
-            given = [(message.role, text_of(message)) for message in self.input]
-        return [{"role": role, "content": text} for role, text in first + given]
+            turns = [(message.role, text_of(message)) for message in self.input]
+        return [{"role": role, "content": text} for role, text in first + turns]
 
     def guides(self) -> dict[str, tuple[str, Any]]:
         form = self.text and self.text.format

@@ -52,8 +52,8 @@ LARGE_HEAD = f"path and headers have at most {HEAD_BYTES} bytes, and there are a
 class Connection(HttpToolsProtocol):
     """A connection that ends if its client sends more than a bound; httptools has none."""
 
-    def __init__(self, *given: Any, **options: Any):
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         self._refusal: ApiError | None = None
         self._begin_head()
         self._head_timer = self._timer()
@@ -184,8 +184,9 @@ class Gate:
         begun = time.perf_counter()
         told = 0
         status = CLIENT_LEFT
-        given = headers.get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        request_id = headers.get("x-request-id", "")
+        if not _ID.fullmatch(request_id):
+            request_id = secrets.token_hex(16)
         notes: dict[str, Any] = {}  # of routes, for the log line
         scope["state"] = {**scope.get("state", {}), "notes": notes, "id": request_id}
 
@@ -300,16 +301,17 @@ def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
         known = form.model_validate_json(body, extra="ignore", context=DROPPING)
         return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
     except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        if found[0]["type"] == "json_invalid":
+        errors = error.errors(include_url=False)
+        if errors[0]["type"] == "json_invalid":
             return body
-        raise RequestValidationError(found, body=json.loads(body)) from None
+        errors = [{**wrong, "loc": ("body", *wrong["loc"])} for wrong in errors]
+        raise RequestValidationError(errors, body=json.loads(body)) from None
 
 
 def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiError:
     """Return a refusal with the most specific error, a missing field last."""
-    found = [(_path(each["loc"][1:], error.body), each) for each in error.errors()]
-    path, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
+    errors = [(_path(wrong["loc"][1:], error.body), wrong) for wrong in error.errors()]
+    path, first = max(errors, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
     if first["type"] == "json_invalid" or not path:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body must be a JSON object: {reason}.")
@@ -319,9 +321,11 @@ def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiErr
         return ApiError(400, f"{name}{lacking} is required.", param)
     if first["type"] != "extra_forbidden":
         first_reason, *others = dict.fromkeys(
-            _reason(each) for one, each in found if one == path
+            _reason(wrong) for other, wrong in errors if other == path
         )  # of a union
-        reasons = ", or ".join([first_reason, *(each.removeprefix("Input should be ") for each in others)])
+        reasons = ", or ".join(
+            [first_reason, *(reason.removeprefix("Input should be ") for reason in others)]
+        )
         return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {reasons}.", param)
     known = form.fields_by_name() if len(path) == 1 else {}
     if known and (ours := OURS.get(param, param)) in form.model_fields:
@@ -334,14 +338,14 @@ def _reason(error: dict[str, Any]) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-def _path(place: tuple[str | int, ...], given: Any) -> list[str]:
+def _path(place: tuple[str | int, ...], value: Any) -> list[str]:
     """Return the names and positions in the body: pydantic also lists the types of a union that it tried."""
     path = []
     for part in place:
         is_there = (
-            part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+            part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
         )
         if is_there or part == place[0]:
             path.append(text if len(text := str(part)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-            given = given[part] if is_there else None
+            value = value[part] if is_there else None
     return path

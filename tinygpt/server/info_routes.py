@@ -100,12 +100,13 @@ class InfoRoutes:
         if form.dimensions not in (None, width := self._llm.config.n_embd):
             message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
             raise ApiError(400, message, "dimensions")
-        vectors, count = await self._vectors(form.input, form, request, "input")
+        prompts, count = await self._inputs(form.input, form, request, "input")
+        vectors = await self._vectors(prompts, form.pooling)
         if form.encoding_format == "float":
             written = vectors.tolist()
         else:
             written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-        data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
+        data = ({"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written))
         return await self._list(form, data, count)
 
     @route("/v1/score", "POST")
@@ -116,10 +117,10 @@ class InfoRoutes:
         if num_first not in (1, num_second):
             message = f"text_1 has {num_first} texts and text_2 {num_second}: send one text_1, or one for each text_2."
             raise ApiError(400, message, "text_1")
-        first, count_1 = await self._vectors(form.text_1, form, request, "text_1")
-        second, count_2 = await self._vectors(form.text_2, form, request, "text_2")
-        first = first.astype(np.float64)
-        second = second.astype(np.float64)
+        first_prompts, count_1 = await self._inputs(form.text_1, form, request, "text_1")
+        second_prompts, count_2 = await self._inputs(form.text_2, form, request, "text_2")
+        first = (await self._vectors(first_prompts, form.pooling)).astype(np.float64)
+        second = (await self._vectors(second_prompts, form.pooling)).astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
         cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)  # (N,)
@@ -131,9 +132,11 @@ class InfoRoutes:
     async def classify(self, form: ClassifyRequest, request: Request) -> Response:
         """Return the label of each text and its probabilities, or those of each token."""
         prompts, count = await self._inputs(form.input, form, request, "input")
-        found = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
+        classes = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
         names = "label", "probs", "num_classes"
-        data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
+        data = (
+            {"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(classes)
+        )
         return await self._list(form, data, count, "classify-")
 
     @route("/lens", "POST")
@@ -163,8 +166,8 @@ class InfoRoutes:
             self._llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split
         )
         await request.state.reading.aclose()
-        found = await self._api.in_turn([partial(score, [each]) for each in form.continuations])
-        return await json_reply({"scores": (record_to_json(each) for [each] in found)})
+        scores = await self._api.in_turn([partial(score, [text]) for text in form.continuations])
+        return await json_reply({"scores": (record_to_json(record) for [record] in scores)})
 
     @route("/tokenize", "POST")
     async def tokenize(self, form: TokenizeRequest, request: Request) -> Response:
@@ -257,25 +260,21 @@ class InfoRoutes:
             "max_logprobs": self._config.max_logprobs,
         }
 
-    async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
+    async def _inputs(self, inputs: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
         """Return prompts that nothing follows, and the number of tokens."""
-        prompts = await self._api.read_prompts(given, form, request, field)
-        limit = self._llm.max_model_len
-        if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
-            message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
-            raise ApiError(400, message, field, "context_length_exceeded")
+        prompts = await self._api.read_prompts(inputs, form, request, field)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest > self._llm.max_model_len:
+            raise self._api.too_long(f"{field} has one of {longest}", field)
         await request.state.reading.aclose()
         count = sum(len(prompt.token_ids) for prompt in prompts)
         request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
         return prompts, count
 
-    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
-        """Return the embeddings, (N, C) float32, and the number of tokens."""
-        prompts, count = await self._inputs(given, form, request, field)
-        vectors = await self._api.in_turn(
-            [partial(self._llm.embed, prompt, form.pooling) for prompt in prompts]
-        )
-        return np.concatenate(vectors), count
+    async def _vectors(self, prompts: list[Prompt], pooling: str) -> np.ndarray:
+        """Return the embeddings, (N, C) float32."""
+        embeddings = [partial(self._llm.embed, prompt, pooling) for prompt in prompts]
+        return np.concatenate(await self._api.in_turn(embeddings))
 
     async def _list(self, form: Any, data: Iterable[Any], count: int, prefix: str = "") -> Response:
         """prefix: of an id, which embeddings do not have."""

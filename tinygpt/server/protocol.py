@@ -19,11 +19,11 @@ from typing_extensions import TypeAliasType
 from ..aliases import OURS, renamed
 from ..engine.guided import MAX_CHARACTERS
 from ..errors import RequestError
-from ..fields import MAX_COUNT
+from ..fields import MAX_COUNT, token_id_of
 from ..look.edits import Edit
 from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from ..wire import UNSENDABLE
-from .client_fields import with_others
+from .client_fields import with_foreign
 from .refusals import ApiError
 
 # Of one request.
@@ -48,12 +48,12 @@ def whole_numbers(value: Any) -> Any:
     return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
-def _to_the_first_error(given: Any) -> Any:
+def _to_the_first_error(biases: Any) -> Any:
     """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts."""
-    for key, bias in given.items() if isinstance(given, dict) else ():
+    for key, bias in biases.items() if isinstance(biases, dict) else ():
         if len(key) > 1000 or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
             return {key: bias}
-    return given
+    return biases
 
 
 def items(most: int, least: int | None = None) -> Any:
@@ -95,13 +95,13 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, given: Any) -> Any:
+    def _one_unknown_field(cls, body: Any) -> Any:
         """Drop all unknown fields but one: 300 000 would take seconds."""
-        if not isinstance(given, dict) or len(given) <= MAX_FIELDS:
-            return given
+        if not isinstance(body, dict) or len(body) <= MAX_FIELDS:
+            return body
         known = {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED}
-        unknown = next(name for name in given if name not in known)
-        return {name: given[name] for name in (*known, unknown) if name in given}
+        unknown = next(name for name in body if name not in known)
+        return {name: body[name] for name in (*known, unknown) if name in body}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, Any]:
@@ -124,14 +124,14 @@ class Form(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, given: Any) -> Any:
-        given = super()._one_unknown_field(given)
-        if not isinstance(given, dict) or given.keys() <= cls.fields_by_name().keys():
-            return given
-        names = {name for name, field in cls.model_fields.items() if field.alias not in given}
+    def _one_unknown_field(cls, body: Any) -> Any:
+        body = super()._one_unknown_field(body)
+        if not isinstance(body, dict) or body.keys() <= cls.fields_by_name().keys():
+            return body
+        names = {name for name, field in cls.model_fields.items() if field.alias not in body}
         with suppress(RequestError):  # of two names for one thing, the other program's is unknown
-            return renamed(given, names | cls.fields_by_name().keys(), IGNORED)
-        return given
+            return renamed(body, names | cls.fields_by_name().keys(), IGNORED)
+        return body
 
 
 class StreamOptions(Strict):
@@ -149,11 +149,11 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _asked(cls, given: Any) -> Any:
+    def _asked(cls, body: Any) -> Any:
         """Pass over fields that ask for nothing: vLLM's clients may send all of its own."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if not (value is None or value is False)}
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not (value is None or value is False)}
 
 
 class NamedSchema(Strict):
@@ -180,7 +180,7 @@ def _on_the_wire(hint: Any) -> Any:
     """Return a type of SamplingParams as JSON has it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return reduce(or_, (_on_the_wire(each) for each in args if not is_dataclass(each)))
+        return reduce(or_, (_on_the_wire(kind) for kind in args if not is_dataclass(kind)))
     if origin is Iterable:
         return Annotated[list[_on_the_wire(args[0])], items(MAX_IDS)]
     if origin is Mapping:  # the keys of a JSON object are strings
@@ -227,23 +227,26 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
-        biases = {
-            token_id: bias
-            for key, bias in (self.logit_bias or {}).items()
-            for token_id in ([int(key)] if key.isascii() and key.isdigit() else encode(key))
-        }
-        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
-        given |= others | dict(guides.values())
-        given |= {
+        biases = {}
+        for key, bias in (self.logit_bias or {}).items():
+            token_id = token_id_of(key)
+            biases |= dict.fromkeys([token_id] if isinstance(token_id, int) else encode(key), bias)
+        sampling = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
+        sampling |= others | dict(guides.values())
+        sampling |= {
             "seed": None if self.seed in (None, -1) else self.seed % 2**64,
             "best_of": self.best_of or None,
             "logit_bias": biases,
         }
-        given = {name: value for name, value in given.items() if value is not None}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
         if self.use_beam_search:
-            given.setdefault("num_beams", self.n or 1)
-        given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else 1.0)  # OpenAI's default
-        return SamplingParams(**given)
+            sampling.setdefault("num_beams", self.n or 1)
+        is_drawn = sampling.get("num_beams", 1) == 1
+        sampling.setdefault("temperature", 1.0 if is_drawn else 0.0)  # OpenAI's default
+        return SamplingParams(**sampling)
+
+    def look_params(self, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
 
     def name_of(self, field: str) -> str | None:
         guides = {field: name for name, (field, _) in self.guides().items()}
@@ -253,15 +256,15 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
 
     def guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
-        found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
+        guides = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
         if self.structured_outputs is not None:
-            given = self.structured_outputs.model_dump(by_alias=True)
+            outputs = self.structured_outputs.model_dump(by_alias=True)
             for name in ("json", "regex", "choice", "grammar"):
-                found[f"structured_outputs.{name}"] = f"guided_{name}", given[name]
-            if given["json_object"]:
-                found["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
-        found |= guide_of("response_format", self.response_format)
-        return {name: pair for name, pair in found.items() if pair[1] is not None}
+                guides[f"structured_outputs.{name}"] = f"guided_{name}", outputs[name]
+            if outputs["json_object"]:
+                guides["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
+        guides |= guide_of("response_format", self.response_format)
+        return {name: pair for name, pair in guides.items() if pair[1] is not None}
 
 
 def guide_of(name: str, form: Any) -> dict[str, tuple[str, Any]]:
@@ -310,47 +313,49 @@ class LookFields(SamplingFields):
     steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
     extra_args: ExtraArgs | None = None
 
-
-def look_params(form: LookFields, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `capture` and `edits` for SamplingParams. vectors: ControlVector by name. Raise ApiError, RequestError."""
-    if not is_allowed and (given := [name for name in LOOK_FIELDS if getattr(form, name) is not None]):
-        raise ApiError(400, f"{given[0]} needs a server that was started with --look.", given[0])
-    edits = [_edit(f"edits[{i}]", each) for i, each in enumerate(form.edits or ())]
-    for name, strength in (form.steer or {}).items():
-        if name not in vectors:
-            known = f"it has {', '.join(vectors)}" if vectors else "start it with --control-vector NAME=FILE"
-            raise ApiError(400, f"this server has no control vector {name!r}: {known}.", "steer")
-        edits += vectors[name].edits(strength)
-    names = [form.capture] if isinstance(form.capture, str) else list(form.capture or ())
-    if form.extra_args is not None:
-        names += [f"blocks.{layer}.hook_resid_post" for layer in form.extra_args.output_residual_stream]
-    return {"capture": names or None, "edits": edits or None}
+    def look_params(self, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of SamplingParams. vectors: ControlVector by name. Raise ApiError, RequestError."""
+        asked = [name for name in LOOK_FIELDS if getattr(self, name) is not None]
+        if asked and not is_allowed:
+            raise ApiError(400, f"{asked[0]} needs a server that was started with --look.", asked[0])
+        edits = [_edit(f"edits[{i}]", fields) for i, fields in enumerate(self.edits or ())]
+        for name, strength in (self.steer or {}).items():
+            if name not in vectors:
+                known = (
+                    f"it has {', '.join(vectors)}" if vectors else "start it with --control-vector NAME=FILE"
+                )
+                raise ApiError(400, f"this server has no control vector {name!r}: {known}.", "steer")
+            edits += vectors[name].edits(strength)
+        names = [self.capture] if isinstance(self.capture, str) else list(self.capture or ())
+        if self.extra_args is not None:
+            names += [f"blocks.{layer}.hook_resid_post" for layer in self.extra_args.output_residual_stream]
+        return {"capture": names or None, "edits": edits or None}
 
 
 def _edit(field: str, form: Any) -> Edit:
     values = {name: getattr(form, name) for name in form.model_fields_set}
     try:
-        given = [name for name in ("keep", "value", "project_out") if values.get(name) is not None]
-        return Edit(**values | {name: _array(values[name]) for name in given})
+        arrays = [name for name in ("keep", "value", "project_out") if values.get(name) is not None]
+        return Edit(**values | {name: _array(values[name]) for name in arrays})
     except RequestError as error:
         raise error.named(f"{field}.{error.field}") from None
     except (ValueError, TypeError) as error:
         raise RequestError(f"has an array that cannot be read: {error}.", field) from None
 
 
-def _array(given: Any) -> np.ndarray:
+def _array(form: Any) -> np.ndarray:
     """Raise ValueError or TypeError."""
-    if isinstance(given, Array):
-        data = base64.b64decode(given.data, validate=True)
-        array = np.frombuffer(data, np.dtype(given.dtype).newbyteorder("<")).reshape(given.shape)
+    if isinstance(form, Array):
+        data = base64.b64decode(form.data, validate=True)
+        array = np.frombuffer(data, np.dtype(form.dtype).newbyteorder("<")).reshape(form.shape)
     else:
-        array = np.array(given, np.float32)
+        array = np.array(form, np.float32)
     if not np.isfinite(array).all():
         raise ValueError("its numbers must be finite")
     return array
 
 
-class CompletionRequest(with_others("any request", LookFields)):
+class CompletionRequest(with_foreign("any request", LookFields)):
     """null or an empty prompt starts at the BOS token."""
 
     prompt: Prompts | None

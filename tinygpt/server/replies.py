@@ -172,7 +172,7 @@ class Job:
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
         num_made = len(self.prompts) * params.max_tokens
-        return (params.best_of or params.n) * (self._num_read * of_prompt + num_made * of_token)
+        return params.num_samples * (self._num_read * of_prompt + num_made * of_token)
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """i: index of the prompt. made: a whole sample, or one token of it."""
@@ -343,10 +343,9 @@ class EventStream(StreamingResponse):
                     yield part
             async for part in write(job.end(await work.outputs())):
                 yield part
-        except ApiError as error:
-            last = event(error_body(error)) + job.done
-        except TinyGPTError as error:
-            last = event(error_body(from_engine(error))) + job.done
+        except (ApiError, TinyGPTError) as error:
+            refusal = error if isinstance(error, ApiError) else from_engine(error)
+            last = event(error_body(refusal)) + job.done
         except Exception:
             log.exception("a bug ended a stream")
             last = event(error_body(BUG)) + job.done

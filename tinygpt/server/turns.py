@@ -79,14 +79,12 @@ class Turns:
             await asyncio.sleep(num_bytes / HUGE_PER_SECOND)
             yield
 
-    def thread_for(self, params: Iterable[SamplingParams], request: Request) -> Apart | None:
-        """Return what runs the checks of these params, or None if the loop may."""
-        params = [*params]
-        if any(each.guidance is not None for each in params):
+    def thread_for(self, request: Request, params: SamplingParams | None) -> Apart | None:
+        """Return what runs the checks of the engine's requests, or None if the loop may."""
+        if params is not None and params.guidance is not None:
             return self.in_grammar_thread
-        if is_large(request) or any(each.dry_multiplier for each in params):
-            return asyncio.to_thread
-        return None
+        is_slow = is_large(request) or (params is not None and params.dry_multiplier > 0)
+        return asyncio.to_thread if is_slow else None
 
     async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
         """Return call(). No thread of other requests and no end of the server waits for it."""
