@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .engine.prompts import PromptType, params_list, params_or_fields
-from .outputs import RequestOutput, StreamChunk, ThreadFuture
+from .outputs import OnChunk, RequestOutput, StreamChunk, ThreadFuture
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
     from .sampling_keywords import SamplingKeywords
 
 IndexedChunk = tuple[int, StreamChunk]  # with the index of its request
-Post = Callable[[int, StreamChunk], None]  # of an index and a chunk, by any thread
-Submit = Callable[[Post | None], list[ThreadFuture]]  # Post is for the chunks of a stream
+ToCall = Callable[[int], OnChunk | None]  # gives the on_chunk of the request with this index
+Submit = Callable[[ToCall], list[ThreadFuture]]
 Apart = Callable[[Callable[[], None]], Awaitable[None]]  # runs a call in a thread
 
 
@@ -70,19 +70,20 @@ class Outbox:
 
 
 class AsyncRequests:
-    """Requests that end together, awaited in one event loop. The owner calls `end`."""
+    """Requests that end together, awaited in one event loop. The owner calls `end`. stream: they give chunks."""
 
-    def __init__(self, outbox: Outbox):
+    def __init__(self, outbox: Outbox, stream: bool):
         self.futures: list[ThreadFuture] = []
         self._outbox = outbox
+        self._streams = stream
         # An index and a chunk, or None at the request's end; None is a ping.
         self._queue: asyncio.Queue[tuple[int, StreamChunk | None] | None] = asyncio.Queue()
         self._is_cancelled = False
         self._reason: Exception | None = None  # for a cancellation
 
-    async def begin(self, submit: Submit, stream: bool, apart: Apart | None = None) -> None:
+    async def begin(self, submit: Submit, apart: Apart | None = None) -> None:
         """Keep the futures of `submit`, which runs in the loop, or by `apart` in a thread. Raise its errors."""
-        begin = partial(self._begin, submit, stream)
+        begin = partial(self._begin, submit)
         try:
             if apart is None:
                 begin()
@@ -140,12 +141,15 @@ class AsyncRequests:
         """Called by the thread of the engine."""
         self._outbox.post(self._queue, (i, chunk))
 
-    def _begin(self, submit: Submit, stream: bool) -> None:
-        self.futures = submit(self.post if stream else None)
-        for i, future in enumerate(self.futures if stream else ()):
+    def _begin(self, submit: Submit) -> None:
+        self.futures = submit(self._on_chunk)
+        for i, future in enumerate(self.futures if self._streams else ()):
             future.add_done_callback(partial(self._post_end, i))
         if self._is_cancelled:  # meanwhile, in the loop
             self.end()
+
+    def _on_chunk(self, i: int) -> OnChunk | None:
+        return partial(self.post, i) if self._streams else None
 
     def _post_end(self, i: int, future: ThreadFuture) -> None:
         """Called by any thread: a request can also end between two steps."""
@@ -198,12 +202,11 @@ class AsyncLLM:
         # A grammar can take seconds, and the first request with DRY decodes all tokens.
         is_slow = checked.guidance is not None or checked.dry_multiplier > 0
 
-        def submit(post: Post | None) -> list[ThreadFuture]:
-            on_chunk = None if post is None else partial(post, 0)
-            return [self.llm.submit(prompt, checked, on_chunk)]
-
-        requests = AsyncRequests(Outbox.of(self.llm))
-        await requests.begin(submit, stream, asyncio.to_thread if is_slow else None)
+        requests = AsyncRequests(Outbox.of(self.llm), stream)
+        await requests.begin(
+            lambda on_chunk: [self.llm.submit(prompt, checked, on_chunk(0))],
+            asyncio.to_thread if is_slow else None,
+        )
         return requests
 
     async def close(self) -> None:

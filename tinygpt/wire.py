@@ -28,73 +28,76 @@ Result = TypeVar("Result")
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """Return the fields that differ from their defaults, and fields with other defaults in a server."""
-    given = {field.name: getattr(params, field.name) for field in fields(params)}
     default = SamplingParams()
     for name in UNSENDABLE:
-        value = given.pop(name)
+        value = getattr(params, name)
         if value is not None and len(value):
             raise RequestError("cannot be sent to a server: use an LLM.", name)
-    found = {
-        name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(default, name)
-    }
-    if "logit_bias" in found:
-        found["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
+    sent = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if field.name in ALWAYS_SENT or (
+            field.name not in UNSENDABLE and value != getattr(default, field.name)
+        ):
+            sent[field.name] = value
+    if "logit_bias" in sent:
+        sent["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
     for name in ("logprobs", "prompt_logprobs"):
-        if found.get(name) == ALL:
-            found[name] = MAX_COUNT  # the server names its limit
-    if "repetition_detection" in found:
-        found["repetition_detection"] = asdict(params.repetition_detection)
-    return found
+        if sent.get(name) == ALL:
+            sent[name] = MAX_COUNT  # the server names its limit
+    if "repetition_detection" in sent:
+        sent["repetition_detection"] = asdict(params.repetition_detection)
+    return sent
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
     times = dict(vars(output.metrics))
-    found = record_to_json(output)
+    record = record_to_json(output)
     arrival = times.pop("arrival")
-    del found["prompt"]  # the client has it
-    found["metrics"] = times | {
+    del record["prompt"]  # the client has it
+    record["metrics"] = times | {
         name: None if times[name] is None else times[name] - arrival for name in MOMENTS
     }
-    return found | {"outputs": [*map(record_to_json, output.outputs)]}
+    return record | {"outputs": [*map(record_to_json, output.outputs)]}
 
 
-def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
+def output_from_json(record: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
     """prompt: the text, if one was given. arrival: by this process's clock."""
-    times = found["metrics"]
+    times = record["metrics"]
     moments = {name: None if times[name] is None else times[name] + arrival for name in MOMENTS}
     metrics = RequestMetrics(**{**times, **moments, "arrival": arrival})
-    outputs = [record_from_json(CompletionOutput, sample) for sample in found["outputs"]]
+    outputs = [record_from_json(CompletionOutput, sample) for sample in record["outputs"]]
     return record_from_json(
-        RequestOutput, {**found, "prompt": prompt, "outputs": outputs, "metrics": metrics}
+        RequestOutput, {**record, "prompt": prompt, "outputs": outputs, "metrics": metrics}
     )
 
 
 def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     """Return the text, the token id, and all other fields that are not their defaults."""
     default = StreamChunk._field_defaults
-    given = {
+    sent = {
         name: value
         for name, value in chunk._asdict().items()
         if name not in default or value != default[name]
     }
-    return _coded(given, _encode)
+    return _coded(sent, _encode)
 
 
 def record_to_json(record: Any) -> dict[str, Any]:
     return _coded(vars(record), _encode)
 
 
-def record_from_json(kind: type[Record], found: Mapping[str, Any]) -> Record:
-    return kind(**_coded(found, _decode))
+def record_from_json(kind: type[Record], record: Mapping[str, Any]) -> Record:
+    return kind(**_coded(record, _decode))
 
 
-def _coded(found: Mapping[str, Any], code: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: code(value) if name in LOGPROBS else value for name, value in found.items()}
+def _coded(record: Mapping[str, Any], code: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: code(value) if name in LOGPROBS else value for name, value in record.items()}
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(token_id): _encode(each) for token_id, each in value.items()}
+        return {str(token_id): _encode(element) for token_id, element in value.items()}
     if isinstance(value, list):
         return [*map(_encode, value)]
     return "-inf" if value == -math.inf else value
@@ -102,16 +105,16 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        return {int(key): _decode(each) for key, each in value.items()}
+        return {int(key): _decode(element) for key, element in value.items()}
     if isinstance(value, list):
         return [*map(_decode, value)]
     return float(value) if isinstance(value, str) else value
 
 
-def read_reply(parse: Callable[[Any], Result], found: Any) -> Result:
-    """Return parse(found). Raise ServerError for a reply of another shape."""
+def read_reply(parse: Callable[[Any], Result], reply: Any) -> Result:
+    """Return parse(reply). Raise ServerError for a reply of another shape, of a server of another version."""
     try:
-        return parse(found)
+        return parse(reply)
     except ServerError:
         raise
     except MALFORMED as error:
@@ -119,7 +122,8 @@ def read_reply(parse: Callable[[Any], Result], found: Any) -> Result:
         raise ServerError(message) from error
 
 
-def checked_text(found: Any) -> str:
-    if not isinstance(found, str):
+def checked_text(value: Any) -> str:
+    """Return a text, or raise TypeError, which `read_reply` reads as another shape."""
+    if not isinstance(value, str):
         raise TypeError
-    return found
+    return value

@@ -12,17 +12,17 @@ from support.serving import served, until
 from tinygpt.cli import serve
 from tinygpt.engine import grammar_process, guided
 from tinygpt.look import edits, hooks
-from tinygpt.server import api, app, connection, monitoring, requests, turns
+from tinygpt.server import api, app, gate, monitoring, turns
 from tinygpt.server.config import ServerConfig
 
 BOUNDS = {
-    "path, headers": (connection.HEAD_BYTES >> 10, connection.NUM_HEADERS, connection.HEAD_SECONDS),
-    "requests on": (connection.NUM_PIPELINED,),
+    "path, headers": (gate.HEAD_BYTES >> 10, gate.NUM_HEADERS, gate.HEAD_SECONDS),
+    "requests on": (gate.NUM_PIPELINED,),
     "a body": (
         ServerConfig.max_body_bytes >> 20,
-        requests.BODY_SECONDS,
-        connection.NUM_PIECES,
-        connection.PIECE_BYTES,
+        gate.BODY_SECONDS,
+        gate.NUM_PIECES,
+        gate.PIECE_BYTES,
         turns.HUGE >> 10,
     ),
     "bodies and": (turns.MAX_HELD >> 20, api.BYTES_OF_LOGPROB, api.BYTES_OF_PROMPT),
@@ -98,10 +98,10 @@ def test_what_has_no_end_is_cut(locked, kind):
 @pytest.mark.parametrize(
     ("lines", "status"),
     [
-        (b"X-1: a\r\n" * (connection.NUM_HEADERS - 2), 200),
-        (b"X-1: a\r\n" * connection.NUM_HEADERS, 431),
-        (b"X-1: %s\r\n" % (b"a" * (connection.HEAD_BYTES - 50)), 200),
-        (b"X-1: %s\r\n" % (b"a" * connection.HEAD_BYTES), 431),
+        (b"X-1: a\r\n" * (gate.NUM_HEADERS - 2), 200),
+        (b"X-1: a\r\n" * gate.NUM_HEADERS, 431),
+        (b"X-1: %s\r\n" % (b"a" * (gate.HEAD_BYTES - 50)), 200),
+        (b"X-1: %s\r\n" % (b"a" * gate.HEAD_BYTES), 431),
     ],
 )
 def test_a_head_may_be_as_large_as_told(locked, lines, status):
@@ -112,9 +112,9 @@ def test_a_head_may_be_as_large_as_told(locked, lines, status):
 
 def test_requests_may_wait_for_others(locked):
     with connect(locked) as client:
-        client.sendall(GET * connection.NUM_PIPELINED)
+        client.sendall(GET * gate.NUM_PIPELINED)
         found = b""
-        while found.count(b"HTTP/1.1 200 OK") < connection.NUM_PIPELINED:
+        while found.count(b"HTTP/1.1 200 OK") < gate.NUM_PIPELINED:
             found += client.recv(2**16)
 
 
@@ -130,14 +130,14 @@ def test_a_body_may_come_in_small_chunks(locked):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHo", GET + b"GET /hea"])
 def test_a_head_that_does_not_end(llm, monkeypatch, sent):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("tinygpt.server.gate.HEAD_SECONDS", 0.2)
     with served(llm) as server, connect(server) as client:
         client.sendall(sent)
         assert received(client).startswith(b"HTTP/1.1 200 OK" if GET in sent else b"")
 
 
 def test_a_body_that_does_not_end(llm, monkeypatch):
-    monkeypatch.setattr(requests, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr("tinygpt.server.gate.BODY_SECONDS", 0.2)
     with served(llm) as server, connect(server) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
         client.sendall(head + b"Connection: close\r\n" + HOST + b"\r\n{")
@@ -145,7 +145,7 @@ def test_a_body_that_does_not_end(llm, monkeypatch):
 
 
 def test_a_reply_may_take_longer_than_a_head(llm, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("tinygpt.server.gate.HEAD_SECONDS", 0.2)
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         client = server.begin(prompt="Once", max_tokens=1)
         gate.wait_until_asked(1)
@@ -155,7 +155,7 @@ def test_a_reply_may_take_longer_than_a_head(llm, monkeypatch):
 
 
 def test_a_reply_that_waited_may_take_longer_than_a_head(llm, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("tinygpt.server.gate.HEAD_SECONDS", 0.2)
     body = b'{"prompt": "a", "max_tokens": 1}'
     with served(llm) as server, llm.engine.wrapped(Gate) as gate, connect(server) as client:
         client.sendall(GET + POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -10,7 +10,7 @@ from support.gate import Gate, noting, until_idle
 from support.serving import served, until
 from tinygpt.look.captures import StepCaptures
 from tinygpt.server import app
-from tinygpt.server.connection import Connection
+from tinygpt.server.gate import Connection
 from tinygpt.server.monitoring import RunningRequest
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}

@@ -9,12 +9,12 @@ from pydantic import ValidationError
 from support.gate import Gate, Held, noting
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import api, protocol, replies, requests, turns
+from tinygpt.server import api, protocol, replies, turns
 from tinygpt.server.api import MAX_LOGPROBS
-from tinygpt.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from tinygpt.server.chats import ChatRequest, ResponsesRequest
+from tinygpt.server.protocol import MAX_FIELDS, MAX_WORDS, CompletionRequest
 from tinygpt.server.refusals import to_json
 from tinygpt.server.turns import json_parts, whole
-from tinygpt.server.values import MAX_FIELDS, MAX_WORDS
 
 MANY = 5000
 FEW = 8  # errors: one for each type that a field may have, and for each part of an object
@@ -60,7 +60,7 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
 
 def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
     """What runs already holds up no other."""
-    monkeypatch.setattr(requests, "HUGE", 9000)
+    monkeypatch.setattr("tinygpt.server.gate.HUGE", 9000)
     read = llm.read_prompt
     asked = {"max_tokens": 1, "user": "x" * 9000}
     with llm.engine.wrapped(Gate) as gate:

@@ -17,6 +17,55 @@ from tinygpt import LLM
 from tinygpt.text.chat import PlainTemplate
 
 
+# A route, a body, the status of the reply, and a word of it.
+CASES = rows("""
+POST /v1/completions | {"prompt": "a", "max_tokens": 1} | 200 | finish_reason
+POST /v1/chat/completions | {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | 200 | message
+POST /v1/responses | {"input": "a", "max_output_tokens": 1} | 200 | output_text
+POST /generate | {"prompt": "a", "max_tokens": 1} | 200 | cumulative_logprob
+POST /v1/embeddings | {"input": "a"} | 200 | embedding
+POST /v1/score | {"text_1": "a", "text_2": "b"} | 200 | score
+POST /classify | {"input": "a"} | 400 | has no head that classifies
+POST /lens | {"prompt": "a"} | 200 | attention
+POST /score_continuations | {"prompt": "a", "continuations": ["b"]} | 200 | is_greedy
+POST /tokenize | {"prompt": "a"} | 200 | max_model_len
+POST /detokenize | {"tokens": [5]} | 200 | prompt
+GET /v1/models | null | 200 | max_logprobs
+GET /v1/models/{model:path} | null | 200 | max_logprobs
+DELETE /v1/models/{model:path} | null | 403 | started with
+GET /tokenizer_info | null | 200 | eos_token
+GET /health | null | 200 | ok
+GET /version | null | 200 | version
+GET /metrics | null | 200 | vllm:num_requests_running
+GET /openapi.json | null | 200 | operationId
+GET / | null | 200 | <script>
+""")
+
+
+@pytest.fixture(scope="module")
+def looking(llm):
+    with served(llm, look=True) as server:
+        yield server
+
+
+def test_each_route_has_a_case(server):
+    """A new route needs a line of CASES."""
+    routes = {
+        f"{method} {route.path}"
+        for route in server.app.routes
+        for method in route.methods
+        if method != "HEAD"
+    }
+    assert {case[0] for case in CASES} == routes
+
+
+@pytest.mark.parametrize(("route", "body", "status", "word"), CASES)
+def test_each_route_answers(looking, route, body, status, word):
+    method, _, path = route.partition(" ")
+    reply = looking.ask(path.replace("{model:path}", "demo"), body, method)
+    assert (reply.status, word in reply.body.decode()) == (status, True)
+
+
 def test_models_by_each_name(server, llm):
     listed = server.ask("/v1/models").json
     assert listed["object"] == "list"

@@ -10,7 +10,7 @@ from support.gate import Gate, Held
 from support.serving import Reply, served, until
 from support.tables import rows
 from tinygpt.async_llm import Outbox
-from tinygpt.server import monitoring, requests
+from tinygpt.server import monitoring, replies
 from tinygpt.text.chat_template import ChatTemplate
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -74,7 +74,7 @@ def test_two_requests_of_one_connection_are_answered_in_their_order(server):
 
 @pytest.mark.parametrize(("path", "num_events"), [("/v1/completions", 20), ("/generate", 21)])
 def test_a_silent_stream_is_kept_alive(server, llm, monkeypatch, path, num_events):
-    monkeypatch.setattr(requests, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(replies, "PING_SECONDS", 0.02)
     with llm.engine.wrapped(Gate) as gate:
         client = server.begin(path, **ASKED)
         while not client._lines.readline().startswith(b": ping"):

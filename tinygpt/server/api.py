@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 import tinygpt
 
-from ..async_llm import Outbox, Post
+from ..async_llm import Outbox, ToCall
 from ..engine.engine import RequestFuture
 from ..engine.prompts import Prompt, encode
+from ..engine.sequence import Request as EngineRequest
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
 from ..look.edits import salt_of
@@ -26,12 +27,12 @@ from ..outputs import RequestOutput, ThreadFuture
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
+from .chats import Chat, ChatRequest, Responses, ResponsesRequest
 from .config import ServerConfig
 from .monitoring import Metrics, RunningRequest
 from .refusals import RETRY, ApiError, from_engine
-from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
-from .requests import SSE, EventStream, look_params, route, while_connected
-from .turns import InTurn, Turns, in_slices, json_reply, read_apart, whole
+from .replies import SSE, Completion, EventStream, Generation, Job, TokenNames
+from .turns import InTurn, Turns, in_slices, json_reply, read_apart, while_connected, whole
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -39,10 +40,21 @@ MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
 
-Requests = list[tuple[Prompt, SamplingParams]]
+Pair = tuple[Prompt, SamplingParams]
+Make = Callable[[ToCall], list[EngineRequest]]
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
-Handler = Callable[[Any, Request], Awaitable[Response]]
+Handler = TypeVar("Handler", bound=Callable)
 JobKind = TypeVar("JobKind", bound=Job)
+
+
+def route(path: str, *methods: str, **options: Any) -> Callable[[Handler], Handler]:
+    """options: FastAPI's."""
+
+    def mark(handler: Handler) -> Handler:
+        handler.route = path, methods, options
+        return handler
+
+    return mark
 
 
 class Api:
@@ -77,7 +89,7 @@ class Api:
     def shows_tools(self) -> bool:
         return self.chat_template is not None and self.chat_template.shows_tools
 
-    def checked(self, handle: Handler) -> Handler:
+    def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
 
         @wraps(handle)
@@ -98,7 +110,7 @@ class Api:
             try:
                 return await while_connected(request.receive, handle(form, request))
             except TinyGPTError as error:
-                raise from_engine(error, form) from None
+                raise from_engine(error, form.name_of) from None
             except asyncio.CancelledError:  # uvicorn does not wait for a thread that does not end
                 raise self.turns.shutdown_error or asyncio.CancelledError from None
 
@@ -122,7 +134,7 @@ class Api:
         return await self._answer(job, request, None if max_tokens else self._scored)
 
     @route("/v1/chat/completions", "POST")
-    async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
+    async def chat(self, form: ChatRequest, request: Request) -> Response:
         """Answer messages."""
         if form.top_logprobs is not None and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -131,12 +143,12 @@ class Api:
         can_choose = self.shows_tools or self.config.ignores_unknown_fields
         if problem := form.tool_problem(can_choose):
             raise ApiError(400, problem, "tool_choice")
-        given = form.max_completion_tokens or form.max_tokens
+        max_tokens = form.max_completion_tokens or form.max_tokens
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        return await self._converse(Chat, given, form, request, logprobs=logprobs)
+        return await self._converse(Chat, max_tokens, form, request, logprobs=logprobs)
 
     @route("/v1/responses", "POST")
-    async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
+    async def responses(self, form: ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
         return await self._converse(Responses, form.max_tokens, form, request)
 
@@ -156,8 +168,8 @@ class Api:
             raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
         options = form.template_options(self.shows_tools) if kind is Chat else None
         adds_prompt = getattr(form, "add_generation_prompt", True)
-        given = self.chat_template, self.llm.tokenizer, form.listed_messages(), options, adds_prompt
-        ids = await asyncio.to_thread(chat_ids, *given)
+        read = partial(chat_ids, self.chat_template, self.llm.tokenizer, form.listed_messages())
+        ids = await asyncio.to_thread(read, options, adds_prompt)
         prompts = await self.read_prompts([ids], form, request)
         max_tokens = self._max_tokens(form, prompts, max_tokens, self.llm.max_model_len)
         return await self._answer(
@@ -194,19 +206,19 @@ class Api:
                 message = "capture, edits and steer need max_tokens of 1 or more."
                 raise ApiError(400, message, "max_tokens")
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
-            count = len(job.prompts) * (job.params.best_of or job.params.n)
+            count = len(job.prompts) * job.params.num_samples
             length = longest + job.params.max_tokens - 1
             captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
             size += count * captures.num_bytes(length)
-        requests = [(prompt, job.params) for prompt in job.prompts]
+        make = partial(self._requests, [(prompt, job.params) for prompt in job.prompts])
         write = self.turns.in_one_thread if job.params.capture else in_slices
         with ExitStack() as stack:
             stack.enter_context(self.turns.holding(size))
             if job.form.stream and run is None:
-                work = await self._start(requests, True, request)
+                work = await self._start(make, True, request, job.params)
                 stack.callback(self._end, request, work)
                 return EventStream(job, work, write, stack.pop_all().close)
-            outputs = await (run(job, request) if run else self._run(requests, request))
+            outputs = await (run(job, request) if run else self.run(make, request, job.params))
             if job.form.stream:
                 return Response(await whole(job.all_events(outputs), write), headers=SSE)
             return await json_reply(job.record(outputs), write)
@@ -216,48 +228,54 @@ class Api:
         if job.params.guidance is not None:  # the scoring requests have none
             await self.turns.in_grammar_thread(partial(self.llm._inputs.check_guide, job.params))
         bos = self.llm.config.bos_token_id
-        found = await self._run([scoring_request(prompt, job.params, bos) for prompt in job.prompts], request)
-        return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
+        pairs = [scoring_request(prompt, job.params, bos) for prompt in job.prompts]
+        outputs = await self.run(partial(self._requests, pairs), request)
+        return [
+            scored(prompt, job.params, output) for prompt, output in zip(job.prompts, outputs, strict=True)
+        ]
 
-    async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
-        work = await self._start(requests, False, request)
+    async def run(self, make: Make, request: Request, params: SamplingParams | None = None) -> list[Any]:
+        """Return the outputs of the engine's requests that `make` returns. params: as in `thread_for`."""
+        work = await self._start(make, False, request, params)
         try:
             return await work.outputs()
         finally:
             self._end(request, work)
 
-    async def _start(self, requests: Requests, stream: bool, request: Request) -> RunningRequest:
+    async def _start(
+        self, make: Make, stream: bool, request: Request, params: SamplingParams | None
+    ) -> RunningRequest:
         self.check_open()
+        work = RunningRequest(Outbox.of(self.llm), stream)
+        self._running.add(work)
+
+        def submit(on_chunk: ToCall) -> list[ThreadFuture]:
+            futures = [*map(RequestFuture, make(on_chunk))]
+            self.llm.engine.submit_queued(futures)  # all, or none
+            return futures
+
+        await work.begin(submit, self.turns.thread_for(request, params))
+        return work
+
+    def _requests(self, pairs: list[Pair], on_chunk: ToCall) -> list[EngineRequest]:
+        """Raise LLM.submit's errors, before any sequence is made if there are too many."""
         sizes = self.llm.engine.engine_config
-        count = sum(params.best_of or params.n for _, params in requests)
+        count = sum(params.num_samples for _, params in pairs)
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
             message = f"the request asks for {count} samples; this server takes {room} at most: split it."
             raise ApiError(400, message)
-        work = RunningRequest(Outbox.of(self.llm))
-        self._running.add(work)
-        thread = self.turns.thread_for((params for _, params in requests), request)
-        await work.begin(partial(self._submit, requests), stream, thread)
-        return work
-
-    def _submit(self, requests: Requests, post: Post | None) -> list[ThreadFuture]:
-        """Run all requests, or none. Raise LLM.submit's errors."""
-        futures = []
-        for i, pair in enumerate(requests):
-            on_chunk = None if post is None else partial(post, i)
-            futures.append(RequestFuture(self.llm._single_request(*pair, on_chunk)))
-        self.llm.engine.submit_queued(futures)
-        return futures
+        return [self.llm._single_request(*pair, on_chunk(i)) for i, pair in enumerate(pairs)]
 
     def _end(self, request: Request, work: RunningRequest) -> None:
-        found = work.finish()
-        self.metrics.observe(found, work.token_gaps())
-        firsts = [progress.metrics.time_to_first_token for progress, _ in found]
+        ended = work.finish()
+        self.metrics.observe(ended, work.token_gaps())
+        firsts = [progress.metrics.time_to_first_token for progress, _ in ended]
         request.state.notes |= {
-            "prompt_tokens": sum(progress.num_prompt_tokens for progress, _ in found),
-            "completion_tokens": sum(progress.num_new_tokens for progress, _ in found),
-            "queue": round(max((progress.metrics.queue_time for progress, _ in found), default=0.0), 6),
+            "prompt_tokens": sum(progress.num_prompt_tokens for progress, _ in ended),
+            "completion_tokens": sum(progress.num_new_tokens for progress, _ in ended),
+            "queue": round(max((progress.metrics.queue_time for progress, _ in ended), default=0.0), 6),
             "ttft": min((round(first, 6) for first in firsts if first is not None), default=None),
-            "finish": ",".join(sorted({reason for _, reasons in found for reason in reasons})),
+            "finish": ",".join(sorted({reason for _, reasons in ended for reason in reasons})),
         }
 
     def stop_all(self) -> None:
@@ -271,16 +289,17 @@ class Api:
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
 
     async def read_prompts(
-        self, given: Any, form: Any, request: Request, field: str = "prompt"
+        self, prompts: Any, form: Any, request: Request, field: str = "prompt"
     ) -> list[Prompt]:
         """Return the prompts of a text, token ids, or a list of either. field: its name in the request."""
         self.check_open()
         is_split = form.split_special_tokens is not False
-        prompts = listed(given)
+
+        def read() -> list[Prompt]:
+            return [self.llm.read_prompt(prompt, is_split) for prompt in listed(prompts)]
+
         try:
-            return await read_apart(
-                request, lambda: [self.llm.read_prompt(each, is_split) for each in prompts]
-            )
+            return await read_apart(request, read)
         except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
 
@@ -289,9 +308,8 @@ class Api:
             others["lora_request"] = form.model
 
         def read() -> SamplingParams:
-            looks = isinstance(form, protocol.LookFields)
-            more = look_params(form, self.config.look, self.config.control_vectors) if looks else {}
-            params = form.sampling_params(self.encode, **others, **more)
+            looks = form.look_params(self.config.look, self.config.control_vectors)
+            params = form.sampling_params(self.encode, **others, **looks)
             request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None
             return params
 
@@ -299,19 +317,23 @@ class Api:
         await request.state.reading.aclose()
         return params
 
-    def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
-        """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
+    def _max_tokens(self, form: Any, prompts: list[Prompt], max_tokens: int | None, most: int) -> int:
+        """Return `max_tokens`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
         limit = self.llm.max_model_len
         num_virtual = self.llm.num_virtual_tokens(form.soft_prompt)
         read = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
-        if given is None:
-            given = max(min(limit - read, most), 1)
-        if read + given > limit and form.overflow in (None, "refuse"):
-            asked = f"{read + given} were asked for: {read} in the prompt and {given} to generate"
+        if max_tokens is None:
+            max_tokens = max(min(limit - read, most), 1)
+        total = read + max_tokens
+        if total > limit and form.overflow in (None, "refuse"):
+            asked = f"{total} were asked for: {read} in the prompt and {max_tokens} to generate"
             field = form.name_of("max_tokens" if read < limit else "prompt")
-            message = f"this model's context has {limit} tokens, and {asked}."
-            raise ApiError(400, message, field, "context_length_exceeded")
-        return given
+            raise self.too_long(asked, field)
+        return max_tokens
+
+    def too_long(self, asked: str, field: str) -> ApiError:
+        message = f"this model's context has {self.llm.max_model_len} tokens, and {asked}."
+        return ApiError(400, message, field, "context_length_exceeded")
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model_names:
@@ -333,9 +355,9 @@ class Api:
         return self._first
 
 
-def listed(given: Any) -> list[Any]:
+def listed(prompts: Any) -> list[Any]:
     """Return the prompts of a text, a list of ids, or a list of either."""
-    return given if isinstance(given, list) and not isinstance(given[0], int) else [given or ""]
+    return prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts or ""]
 
 
 def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:
@@ -355,10 +377,10 @@ def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> 
 def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> RequestOutput:
     """Return the prompt's output without new tokens, from its scoring request's output."""
     [forced] = output.outputs
-    found = None
+    logprobs = None
     if output.prompt_logprobs is not None:
         last = forced.logprobs or []
-        found = [*output.prompt_logprobs[: len(prompt.token_ids) - len(last)], *last]
+        logprobs = [*output.prompt_logprobs[: len(prompt.token_ids) - len(last)], *last]
     empty = replace(forced, text="", token_ids=[], finish_reason="length", stop_reason=None, logprobs=[])
     samples = [replace(empty, index=i) for i in range(params.n)]
-    return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=found)
+    return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=logprobs)

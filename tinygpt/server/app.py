@@ -1,4 +1,4 @@
-"""The FastAPI app of one model, the gate in front of it, and uvicorn, which serves it."""
+"""The FastAPI app of one model, and uvicorn, which serves it."""
 
 import asyncio
 import base64
@@ -7,14 +7,13 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -27,12 +26,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinygpt
 
@@ -40,23 +37,16 @@ from ..errors import RequestError, suggest
 from ..llm import LLM
 from .api import Api
 from .config import ServerConfig
-from .connection import Connection
+from .gate import CLIENT_LEFT, OPEN_PATHS, Connection, Gate, JsonRoute, from_validation
 from .info_routes import InfoRoutes
-from .refusals import BUG, ApiError, ErrorReply, from_validation, respond
-from .requests import JsonRoute
+from .refusals import BUG, ApiError, ErrorReply, respond
 
 PAGE = Path(__file__).resolve().parent / "page.html"
-# Monitors and browsers read these without a key; they hold no text of a client.
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-CLIENT_LEFT = 499  # nginx's status
-_ID = re.compile(r"[\x21-\x7e]{1,200}")
 log = logging.getLogger("tinygpt.server")
-access_log = logging.getLogger("tinygpt.server.access")
 REFUSED = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-PIECE_BYTES = 2**16
 KEEP_ALIVE_SECONDS = 30
 UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
@@ -106,20 +96,20 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         with warnings.catch_warnings():  # about one operation id for GET and DELETE, which are named below
             warnings.simplefilter("ignore")
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            described = get_openapi(title=app.title, version=app.version, routes=app.routes)
         keys = api.config.api_keys
-        for path, methods in found["paths"].items():
+        for path, methods in described["paths"].items():
             for method, operation in methods.items():
                 operation["operationId"] = f"{method}_{path.strip('/')}"
                 if keys:
                     operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
-        schemas = found["components"]["schemas"]
+        schemas = described["components"]["schemas"]
         schemas["ModelName"]["enum"] = list(api.model_names)
         schemas["TokenId"]["maximum"] = api.llm.config.vocab_size - 1
         schemas["NumLogprobs"]["maximum"] = api.config.max_logprobs
         if keys:
-            found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        app.openapi_schema = found
+            described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = described
     return app.openapi_schema
 
 
@@ -160,79 +150,6 @@ async def _client_left(request: Request, error: ClientDisconnect) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     return respond(BUG)
-
-
-class Gate:
-    """The checks of each request before its route, its id, and its line in the log."""
-
-    def __init__(self, app: ASGIApp, api: Api, paths: frozenset[str]):
-        """paths: others count as "other", to bound the labels."""
-        self._app = app
-        self._api = api
-        self._hosts = api.config.allowed_hosts
-        self._paths = paths
-        self._count = api.metrics.count_http
-        self._keys = [key.encode() for key in api.config.api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        begun = time.perf_counter()
-        told = 0
-        status = CLIENT_LEFT
-        given = headers.get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
-        notes: dict[str, Any] = {}  # of routes, for the log line
-        scope["state"] = {**scope.get("state", {}), "notes": notes, "id": request_id}
-
-        async def noted(message: Message) -> None:
-            nonlocal told, status
-            if message["type"] == "http.response.start":
-                told = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            elif not message.get("more_body", False):
-                status = told  # the reply is whole
-            await self._send(message, send)
-
-        try:
-            refusal = self._refusal(scope["path"], headers)
-            await (self._app if refusal is None else respond(refusal))(scope, receive, noted)
-        except Exception:  # a bug: the outermost middleware replies with status 500
-            status = 500
-            raise
-        finally:
-            self._count(scope["path"] if scope["path"] in self._paths else "other", status)
-            path = ascii(scope["path"])[1:-1]  # it may hold control characters
-            fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, **notes}
-            fields["seconds"] = round(time.perf_counter() - begun, 6)
-            access_log.info("request", extra={"fields": fields})
-
-    async def _send(self, message: Message, send: Send) -> None:
-        """Send a body as fast as the client reads it. Its bytes count as held until then."""
-        body = message.get("body", b"")
-        pieces = [slice(start, start + PIECE_BYTES) for start in range(0, len(body), PIECE_BYTES)]
-        self._api.turns.held_bytes += len(body)
-        try:
-            for piece in pieces[:-1]:
-                await send({**message, "body": body[piece], "more_body": True})
-            await send({**message, "body": body[pieces[-1]]} if pieces else message)
-        finally:
-            self._api.turns.held_bytes -= len(body)
-
-    def _refusal(self, path: str, headers: Mapping[str, str]) -> ApiError | None:
-        host = headers.get("host", "").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if self._hosts is not None and name not in self._hosts:
-            listed = ", ".join(sorted(self._hosts))
-            return ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        # In constant time.
-        matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]
-        if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
-            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
-            return ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"})
-        return None if path in OPEN_PATHS else self._api.turns.memory_error()
 
 
 class Server(uvicorn.Server):

@@ -1,9 +1,8 @@
 """OpenAI's fields on which nothing here depends, and fields that may ask for a thing that is not there.
 
-Models of requests and the README's table derive from these tables; fields that do something are in `protocol`.
+Models of requests derive from these tables, which the README repeats; fields that do something are in `protocol`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,93 +13,83 @@ EMPTY = (None, False, 0, "", "none", [], {})  # what asks for nothing in any fie
 
 
 @dataclass(frozen=True)
-class Lacking:
+class RefusedField:
     """A field that is refused for this reason, but for EMPTY and a value that says what is so anyway."""
 
     reason: str
     usual: Any = None
 
-    def check(self, value: Any, about: ValidationInfo) -> Any:
+    def check(self, value: Any, info: ValidationInfo) -> Any:
         """Return the value if it asks for nothing, and None for another one of a DROPPING request."""
         if value in EMPTY or value == self.usual:
             return value
-        if about.context == DROPPING:
+        if info.context == DROPPING:
             return None
         raise ValueError(self.reason)
 
 
 @dataclass(frozen=True)
-class Others:
+class ForeignFields:
     """Fields of one model that are passed over, and fields that are refused unless they ask for nothing."""
 
     passed: str
-    lacking: dict[str, Lacking]
+    refused: dict[str, RefusedField]
 
     def fields(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: (Any, Field(None, description="Passed over.")) for name in self.passed.split()
         }
-        for name, each in self.lacking.items():
-            checked = Annotated[Any, AfterValidator(each.check)]
-            found[name] = checked, Field(None, description=f"Nothing, as {each.reason}.")
-        return found
+        for name, refused in self.refused.items():
+            checked = Annotated[Any, AfterValidator(refused.check)]
+            fields[name] = checked, Field(None, description=f"Nothing, as {refused.reason}.")
+        return fields
 
 
-TEXTS_ALONE = Lacking("texts alone are read and written here")
-STORED = Lacking("nothing is stored here; send all messages")
+TEXTS_ALONE = RefusedField("texts alone are read and written here")
+STORED = RefusedField("nothing is stored here; send all messages")
 CUT = 'send overflow, as "truncate"'
 CHAT_TOOLS = "/v1/chat/completions calls tools, by a tool_choice that is forced"
-OTHERS = {
-    "any request": Others(
+FOREIGN = {
+    "any request": ForeignFields(
         "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention",
-        {"moderation": Lacking("no text is judged here")},
+        {"moderation": RefusedField("no text is judged here")},
     ),
-    "a chat": Others(
+    "a chat": ForeignFields(
         "parallel_tool_calls reasoning_effort verbosity prediction",
         {
-            "modalities": Lacking(TEXTS_ALONE.reason, ["text"]),
+            "modalities": RefusedField(TEXTS_ALONE.reason, ["text"]),
             "audio": TEXTS_ALONE,
-            "functions": Lacking("tools is the newer name"),
-            "function_call": Lacking("tool_choice is the newer name", "auto"),
-            "web_search_options": Lacking("nothing is searched here"),
+            "functions": RefusedField("tools is the newer name"),
+            "function_call": RefusedField("tool_choice is the newer name", "auto"),
+            "web_search_options": RefusedField("nothing is searched here"),
         },
     ),
-    "a chat's message": Others(
+    "a chat's message": ForeignFields(
         "annotations parsed",
         {
-            "refusal": Lacking("content has the text of an assistant"),
+            "refusal": RefusedField("content has the text of an assistant"),
             "audio": TEXTS_ALONE,
-            "function_call": Lacking("tool_calls is the newer name"),
+            "function_call": RefusedField("tool_calls is the newer name"),
         },
     ),
-    "a response": Others(
+    "a response": ForeignFields(
         "parallel_tool_calls max_tool_calls reasoning background_options access_programs",
         {
-            "tools": Lacking(CHAT_TOOLS),
-            "tool_choice": Lacking(CHAT_TOOLS, "auto"),
+            "tools": RefusedField(CHAT_TOOLS),
+            "tool_choice": RefusedField(CHAT_TOOLS, "auto"),
             "image": TEXTS_ALONE,
-            "include": Lacking("a response has its text alone"),
-            "top_logprobs": Lacking("/v1/chat/completions has log probabilities"),
+            "include": RefusedField("a response has its text alone"),
+            "top_logprobs": RefusedField("/v1/chat/completions has log probabilities"),
             "background": STORED,
             "previous_response_id": STORED,
             "conversation": STORED,
             "prompt": STORED,
-            "truncation": Lacking(CUT, "disabled"),
-            "context_management": Lacking(CUT),
+            "truncation": RefusedField(CUT, "disabled"),
+            "context_management": RefusedField(CUT),
         },
     ),
 }
 
 
-def with_others(kind: str, base: type[BaseModel]) -> Any:
-    return create_model(base.__name__, __base__=base, **OTHERS[kind].fields())
-
-
-def table() -> Iterator[str]:
-    """Yield the lines of the README's table."""
-    for kind, others in OTHERS.items():
-        reasons: dict[str, list[str]] = {}
-        for name, each in others.lacking.items():
-            reasons.setdefault(each.reason, []).append(f"`{name}`")
-        refused = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        yield f"| {kind} | {', '.join(f'`{name}`' for name in others.passed.split())} | {refused} |"
+def with_foreign(kind: str, base: type[BaseModel]) -> Any:
+    return create_model(base.__name__, __base__=base, **FOREIGN[kind].fields())

@@ -5,11 +5,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import tinygpt
@@ -18,11 +19,73 @@ from ..engine.prompts import Prompt
 from ..kernels import numbers
 from ..text.chat import PlainTemplate
 from ..wire import record_to_json
-from . import protocol
-from .api import Api, listed
+from .api import Api, listed, route
+from .protocol import (
+    MAX_IDS,
+    MAX_PROMPTS,
+    Form,
+    IdLists,
+    ModelName,
+    Pooling,
+    Positive,
+    Strict,
+    Text,
+    Texts,
+    TokenId,
+    TokenIds,
+    items,
+    whole_numbers,
+)
 from .refusals import ApiError
-from .requests import route
 from .turns import json_reply, read_apart
+
+
+class ClassifyRequest(Form):
+    input: Text | TokenIds | Texts | IdLists
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class LensRequest(Form):
+    prompt: Text | TokenIds
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(ClassifyRequest):
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None
+    pooling: Pooling = "last"
+
+
+class ScoreRequest(Form):
+    """One text_1 for all of text_2, or one for each."""
+
+    text_1: Text | Texts
+    text_2: Text | Texts
+    pooling: Pooling = "last"
+    user: str | None = None
+
+
+class ContinuationsRequest(Form):
+    prompt: str | TokenIds | None
+    continuations: Annotated[list[Text | TokenIds], items(MAX_PROMPTS)]
+    soft_prompt: Text | None = None
+
+
+class TokenizeRequest(Form):
+    """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
+
+    takes_adapter = True
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    takes_adapter = True
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], items(MAX_IDS), BeforeValidator(whole_numbers)]
+    skip_special_tokens: bool | None = None
 
 
 class InfoRoutes:
@@ -32,31 +95,32 @@ class InfoRoutes:
         self._config = api.config
 
     @route("/v1/embeddings", "POST")
-    async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
+    async def embeddings(self, form: EmbeddingRequest, request: Request) -> Response:
         """Return a vector for each text."""
         if form.dimensions not in (None, width := self._llm.config.n_embd):
             message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
             raise ApiError(400, message, "dimensions")
-        vectors, count = await self._vectors(form.input, form, request, "input")
+        prompts, count = await self._inputs(form.input, form, request, "input")
+        vectors = await self._vectors(prompts, form.pooling)
         if form.encoding_format == "float":
             written = vectors.tolist()
         else:
             written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-        data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
+        data = ({"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written))
         return await self._list(form, data, count)
 
     @route("/v1/score", "POST")
-    async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
+    async def score(self, form: ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
         num_first = len(listed(form.text_1))
         num_second = len(listed(form.text_2))
         if num_first not in (1, num_second):
             message = f"text_1 has {num_first} texts and text_2 {num_second}: send one text_1, or one for each text_2."
             raise ApiError(400, message, "text_1")
-        first, count_1 = await self._vectors(form.text_1, form, request, "text_1")
-        second, count_2 = await self._vectors(form.text_2, form, request, "text_2")
-        first = first.astype(np.float64)
-        second = second.astype(np.float64)
+        first_prompts, count_1 = await self._inputs(form.text_1, form, request, "text_1")
+        second_prompts, count_2 = await self._inputs(form.text_2, form, request, "text_2")
+        first = (await self._vectors(first_prompts, form.pooling)).astype(np.float64)
+        second = (await self._vectors(second_prompts, form.pooling)).astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
         cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)  # (N,)
@@ -65,16 +129,18 @@ class InfoRoutes:
         return await self._list(form, data, count_1 + count_2, "score-")
 
     @route("/classify", "POST")
-    async def classify(self, form: protocol.ClassifyRequest, request: Request) -> Response:
+    async def classify(self, form: ClassifyRequest, request: Request) -> Response:
         """Return the label of each text and its probabilities, or those of each token."""
         prompts, count = await self._inputs(form.input, form, request, "input")
-        found = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
+        classes = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
         names = "label", "probs", "num_classes"
-        data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
+        data = (
+            {"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(classes)
+        )
         return await self._list(form, data, count, "classify-")
 
     @route("/lens", "POST")
-    async def lens(self, form: protocol.LensRequest, request: Request) -> Response:
+    async def lens(self, form: LensRequest, request: Request) -> Response:
         """Return what each layer would say after a prompt, and how much its last token attends to each."""
         if not self._config.look:
             raise ApiError(400, "/lens needs a server that was started with --look.")
@@ -93,18 +159,18 @@ class InfoRoutes:
         return await json_reply(*await self._api.in_turn([look]))
 
     @route("/score_continuations", "POST")
-    async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
+    async def score_continuations(self, form: ContinuationsRequest, request: Request) -> Response:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
         is_split = form.split_special_tokens is not False
         score = partial(
             self._llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split
         )
         await request.state.reading.aclose()
-        found = await self._api.in_turn([partial(score, [each]) for each in form.continuations])
-        return await json_reply({"scores": (record_to_json(each) for [each] in found)})
+        scores = await self._api.in_turn([partial(score, [text]) for text in form.continuations])
+        return await json_reply({"scores": (record_to_json(record) for [record] in scores)})
 
     @route("/tokenize", "POST")
-    async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
+    async def tokenize(self, form: TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
 
         def read() -> dict[str, Any]:
@@ -115,7 +181,7 @@ class InfoRoutes:
         return await json_reply(await read_apart(request, read))
 
     @route("/detokenize", "POST")
-    async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
+    async def detokenize(self, form: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
         if (highest := max(form.tokens, default=0)) >= (size := self._llm.config.vocab_size):
             raise ApiError(
@@ -194,25 +260,21 @@ class InfoRoutes:
             "max_logprobs": self._config.max_logprobs,
         }
 
-    async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
+    async def _inputs(self, inputs: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
         """Return prompts that nothing follows, and the number of tokens."""
-        prompts = await self._api.read_prompts(given, form, request, field)
-        limit = self._llm.max_model_len
-        if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
-            message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
-            raise ApiError(400, message, field, "context_length_exceeded")
+        prompts = await self._api.read_prompts(inputs, form, request, field)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest > self._llm.max_model_len:
+            raise self._api.too_long(f"{field} has one of {longest}", field)
         await request.state.reading.aclose()
         count = sum(len(prompt.token_ids) for prompt in prompts)
         request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
         return prompts, count
 
-    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
-        """Return the embeddings, (N, C) float32, and the number of tokens."""
-        prompts, count = await self._inputs(given, form, request, field)
-        vectors = await self._api.in_turn(
-            [partial(self._llm.embed, prompt, form.pooling) for prompt in prompts]
-        )
-        return np.concatenate(vectors), count
+    async def _vectors(self, prompts: list[Prompt], pooling: str) -> np.ndarray:
+        """Return the embeddings, (N, C) float32."""
+        embeddings = [partial(self._llm.embed, prompt, pooling) for prompt in prompts]
+        return np.concatenate(await self._api.in_turn(embeddings))
 
     async def _list(self, form: Any, data: Iterable[Any], count: int, prefix: str = "") -> Response:
         """prefix: of an id, which embeddings do not have."""

@@ -67,8 +67,8 @@ class RunningRequest(AsyncRequests):
 
     futures: list[RequestFuture]
 
-    def __init__(self, outbox: Outbox):
-        super().__init__(outbox)
+    def __init__(self, outbox: Outbox, stream: bool):
+        super().__init__(outbox, stream)
         self._times: dict[tuple[int, int], list[float]] = {}  # (request, sample) -> when each token came
         self._num_posted = 0  # by the thread of the engine
         self._num_taken = 0  # by the loop
@@ -150,14 +150,14 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
+    def observe(self, ended: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
         """Count ended requests, as `RunningRequest.finish` returns them.
 
         token_gaps: seconds between the tokens of streams.
         """
         for seconds in token_gaps:
             self._histograms["inter_token_latency_seconds"].observe(seconds)
-        for progress, reasons in found:
+        for progress, reasons in ended:
             times = progress.metrics
             is_whole = reasons != ["abort"]
             is_begun = is_whole or times.first_token is not None

@@ -1,57 +1,121 @@
-"""Request bodies as strict pydantic models: OpenAI's fields, and vLLM's for the rest.
+"""Request bodies as strict pydantic models: types of values, fields of sampling, completions and looks.
 
 Types and sizes are checked here; SamplingParams checks the bounds of sampling fields.
 """
 
+import base64
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AliasChoices, BeforeValidator, Field, create_model, model_validator
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from typing_extensions import TypeAliasType
 
-from ..aliases import renamed
+from ..aliases import OURS, renamed
+from ..engine.guided import MAX_CHARACTERS
 from ..errors import RequestError
+from ..fields import MAX_COUNT, token_id_of
+from ..look.edits import Edit
 from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
-from ..text.chat import Role
 from ..wire import UNSENDABLE
-from .client_fields import with_others
-from .tool_calls import Function, PastCall, Tool, ToolChoice, functions_of, schema_of
-from .values import (
-    IGNORED,
-    MAX_IDS,
-    MAX_PROMPTS,
-    MAX_SAMPLES,
-    MAX_STOPS,
-    MAX_WORDS,
-    Biases,
-    Count,
-    IdLists,
-    Messages,
-    ModelName,
-    NumLogprobs,
-    Pattern,
-    Pooling,
-    Position,
-    Positions,
-    Positive,
-    Prompts,
-    Schema,
-    Stops,
-    Strict,
-    Text,
-    Texts,
-    TokenId,
-    TokenIds,
-    Whole,
-    items,
-    whole_numbers,
-)
+from .client_fields import with_foreign
+from .refusals import ApiError
 
+# Of one request.
+MAX_BIAS = 100.0  # OpenAI's
+MAX_PROMPTS = 256
+MAX_SAMPLES = 128
+MAX_STOPS = 64
+MAX_WORDS = 10_000
+MAX_IDS = 1_000_000
+MAX_FIELDS = 256  # that are read; more than any form knows
+IGNORED = ("pad_token_id", "use_cache")  # of transformers
 ANY_OBJECT = {"type": "object"}
+LOOK_FIELDS = ("capture", "edits", "extra_args")
+
+
+def _whole(value: Any) -> Any:
+    """Return 16 for 16.0: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_numbers(value: Any) -> Any:
+    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _to_the_first_error(biases: Any) -> Any:
+    """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts."""
+    for key, bias in biases.items() if isinstance(biases, dict) else ():
+        if len(key) > 1000 or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
+            return {key: bias}
+    return biases
+
+
+def items(most: int, least: int | None = None) -> Any:
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
+Whole = BeforeValidator(_whole)  # stands after the limits, or the schema would lack them
+# Named types have a schema each, into which the app writes the limits of its model.
+TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_COUNT)])
+NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=MAX_COUNT), Whole])
+ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
+
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT), Whole]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT), Whole]
+Position = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT), Whole]
+Positions = Annotated[list[Position], items(2**16)]
+Biases = Annotated[
+    dict[Annotated[str, Field(max_length=1000)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_WORDS),
+    BeforeValidator(_to_the_first_error),
+]
+Text = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+Schema = dict[str, Any] | Pattern
+TokenIds = Annotated[list[TokenId], items(MAX_IDS, 1), BeforeValidator(whole_numbers)]
+Texts = Annotated[list[Text], items(MAX_PROMPTS, 1)]
+IdLists = Annotated[list[TokenIds], items(MAX_PROMPTS, 1)]
+Prompts = str | TokenIds | Annotated[list[str], items(MAX_PROMPTS, 1)] | IdLists
+Stops = Text | Annotated[list[Text], items(MAX_STOPS)]
+Messages = items(10_000, 1)
+Pooling = Literal["last", "mean", "sum"]
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    takes_adapter: ClassVar[bool] = False  # `model` may name one: the reply is the adapter's, or the same
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, body: Any) -> Any:
+        """Drop all unknown fields but one: 300 000 would take seconds."""
+        if not isinstance(body, dict) or len(body) <= MAX_FIELDS:
+            return body
+        known = {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED}
+        unknown = next(name for name in body if name not in known)
+        return {name: body[name] for name in (*known, unknown) if name in body}
+
+    @classmethod
+    def fields_by_name(cls) -> dict[str, Any]:
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    @cache
+    def logprobs_fields(cls) -> list[str]:
+        """Return the names of the fields that `--max-logprobs` bounds: all of type NumLogprobs."""
+        return [name for name, field in cls.model_fields.items() if NumLogprobs in get_args(field.annotation)]
+
+    def name_of(self, field: str) -> str | None:
+        """Return this request's name of an engine's field; None without one."""
+        return field if field.partition(".")[0] in type(self).model_fields else None
 
 
 class Form(Strict):
@@ -60,13 +124,14 @@ class Form(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, given: Any) -> Any:
-        given = super()._one_unknown_field(given)
-        if isinstance(given, dict):
-            names = {name for name, field in cls.model_fields.items() if field.alias not in given}
-            with suppress(RequestError):  # of two names for one thing, the other program's is unknown
-                return renamed(given, names | cls.fields_by_name().keys(), IGNORED)
-        return given
+    def _one_unknown_field(cls, body: Any) -> Any:
+        body = super()._one_unknown_field(body)
+        if not isinstance(body, dict) or body.keys() <= cls.fields_by_name().keys():
+            return body
+        names = {name for name, field in cls.model_fields.items() if field.alias not in body}
+        with suppress(RequestError):  # of two names for one thing, the other program's is unknown
+            return renamed(body, names | cls.fields_by_name().keys(), IGNORED)
+        return body
 
 
 class StreamOptions(Strict):
@@ -84,11 +149,11 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _asked(cls, given: Any) -> Any:
+    def _asked(cls, body: Any) -> Any:
         """Pass over fields that ask for nothing: vLLM's clients may send all of its own."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if not (value is None or value is False)}
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not (value is None or value is False)}
 
 
 class NamedSchema(Strict):
@@ -115,7 +180,7 @@ def _on_the_wire(hint: Any) -> Any:
     """Return a type of SamplingParams as JSON has it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return reduce(or_, (_on_the_wire(each) for each in args if not is_dataclass(each)))
+        return reduce(or_, (_on_the_wire(kind) for kind in args if not is_dataclass(kind)))
     if origin is Iterable:
         return Annotated[list[_on_the_wire(args[0])], items(MAX_IDS)]
     if origin is Mapping:  # the keys of a JSON object are strings
@@ -162,23 +227,26 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
-        biases = {
-            token_id: bias
-            for key, bias in (self.logit_bias or {}).items()
-            for token_id in ([int(key)] if key.isascii() and key.isdigit() else encode(key))
-        }
-        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
-        given |= others | dict(guides.values())
-        given |= {
+        biases = {}
+        for key, bias in (self.logit_bias or {}).items():
+            token_id = token_id_of(key)
+            biases |= dict.fromkeys([token_id] if isinstance(token_id, int) else encode(key), bias)
+        sampling = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
+        sampling |= others | dict(guides.values())
+        sampling |= {
             "seed": None if self.seed in (None, -1) else self.seed % 2**64,
             "best_of": self.best_of or None,
             "logit_bias": biases,
         }
-        given = {name: value for name, value in given.items() if value is not None}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
         if self.use_beam_search:
-            given.setdefault("num_beams", self.n or 1)
-        given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else 1.0)  # OpenAI's default
-        return SamplingParams(**given)
+            sampling.setdefault("num_beams", self.n or 1)
+        is_drawn = sampling.get("num_beams", 1) == 1
+        sampling.setdefault("temperature", 1.0 if is_drawn else 0.0)  # OpenAI's default
+        return SamplingParams(**sampling)
+
+    def look_params(self, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
 
     def name_of(self, field: str) -> str | None:
         guides = {field: name for name, (field, _) in self.guides().items()}
@@ -188,18 +256,18 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
 
     def guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
-        found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
+        guides = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
         if self.structured_outputs is not None:
-            given = self.structured_outputs.model_dump(by_alias=True)
+            outputs = self.structured_outputs.model_dump(by_alias=True)
             for name in ("json", "regex", "choice", "grammar"):
-                found[f"structured_outputs.{name}"] = f"guided_{name}", given[name]
-            if given["json_object"]:
-                found["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
-        found |= _guide("response_format", self.response_format)
-        return {name: pair for name, pair in found.items() if pair[1] is not None}
+                guides[f"structured_outputs.{name}"] = f"guided_{name}", outputs[name]
+            if outputs["json_object"]:
+                guides["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
+        guides |= guide_of("response_format", self.response_format)
+        return {name: pair for name, pair in guides.items() if pair[1] is not None}
 
 
-def _guide(name: str, form: Any) -> dict[str, tuple[str, Any]]:
+def guide_of(name: str, form: Any) -> dict[str, tuple[str, Any]]:
     """Return the guide of OpenAI's format, by its name in the request."""
     match form:
         case SchemaFormat():
@@ -245,8 +313,49 @@ class LookFields(SamplingFields):
     steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
     extra_args: ExtraArgs | None = None
 
+    def look_params(self, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of SamplingParams. vectors: ControlVector by name. Raise ApiError, RequestError."""
+        asked = [name for name in LOOK_FIELDS if getattr(self, name) is not None]
+        if asked and not is_allowed:
+            raise ApiError(400, f"{asked[0]} needs a server that was started with --look.", asked[0])
+        edits = [_edit(f"edits[{i}]", fields) for i, fields in enumerate(self.edits or ())]
+        for name, strength in (self.steer or {}).items():
+            if name not in vectors:
+                known = (
+                    f"it has {', '.join(vectors)}" if vectors else "start it with --control-vector NAME=FILE"
+                )
+                raise ApiError(400, f"this server has no control vector {name!r}: {known}.", "steer")
+            edits += vectors[name].edits(strength)
+        names = [self.capture] if isinstance(self.capture, str) else list(self.capture or ())
+        if self.extra_args is not None:
+            names += [f"blocks.{layer}.hook_resid_post" for layer in self.extra_args.output_residual_stream]
+        return {"capture": names or None, "edits": edits or None}
 
-class CompletionRequest(with_others("any request", LookFields)):
+
+def _edit(field: str, form: Any) -> Edit:
+    values = {name: getattr(form, name) for name in form.model_fields_set}
+    try:
+        arrays = [name for name in ("keep", "value", "project_out") if values.get(name) is not None]
+        return Edit(**values | {name: _array(values[name]) for name in arrays})
+    except RequestError as error:
+        raise error.named(f"{field}.{error.field}") from None
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"has an array that cannot be read: {error}.", field) from None
+
+
+def _array(form: Any) -> np.ndarray:
+    """Raise ValueError or TypeError."""
+    if isinstance(form, Array):
+        data = base64.b64decode(form.data, validate=True)
+        array = np.frombuffer(data, np.dtype(form.dtype).newbyteorder("<")).reshape(form.shape)
+    else:
+        array = np.array(form, np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError("its numbers must be finite")
+    return array
+
+
+class CompletionRequest(with_foreign("any request", LookFields)):
     """null or an empty prompt starts at the BOS token."""
 
     prompt: Prompts | None
@@ -262,189 +371,3 @@ class GenerateRequest(SamplingFields):
     prompt: str | TokenIds | None
     max_tokens: Positive | None = None
     logprobs: NumLogprobs | None = None
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(with_others("a chat's message", Strict)):
-    role: Role
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: str | None = None
-    tool_calls: list[PastCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_text(cls, given: Any) -> Any:
-        """Read an assistant's turn that has no text, as a call of a tool has none."""
-        is_silent = isinstance(given, dict) and given.get("role") == "assistant"
-        return {**given, "content": ""} if is_silent and given.get("content") is None else given
-
-    def for_template(self) -> dict[str, Any]:
-        known = {"role", "name", "tool_call_id", "reasoning_content"}
-        calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
-        return {**self.model_dump(include=known, exclude_none=True), "content": text_of(self), **calls}
-
-
-def text_of(message: Any) -> str:
-    content = message.content
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class ChatRequest(with_others("a chat", with_others("any request", LookFields))):
-    """max_tokens is the older name of max_completion_tokens."""
-
-    messages: Annotated[list[ChatMessage], Messages]
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-
-    def listed_messages(self) -> list[dict[str, Any]]:
-        return [message.for_template() for message in self.messages]
-
-    def forced_tools(self) -> list[Function]:
-        """Return the tools of which the reply calls one."""
-        tools = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ToolChoice):
-            return [tool for tool in tools if tool.name == self.tool_choice.function.name]
-        return tools if self.tool_choice == "required" else []
-
-    def template_options(self, has_tools: bool) -> dict[str, Any]:
-        """Return variables for the template. has_tools: whether it shows tools to the model."""
-        shown = self.tools if has_tools and self.tool_choice != "none" else None
-        tools = {"tools": [tool.model_dump(exclude_none=True) for tool in shown]} if shown else {}
-        return tools | (self.chat_template_kwargs or {})
-
-    def tool_problem(self, can_choose: bool) -> str | None:
-        """Return the reason why no tool can be called as this asks. can_choose: tool_choice may be auto."""
-        if isinstance(self.tool_choice, ToolChoice) and not self.forced_tools():
-            return f"tool_choice names {self.tool_choice.function.name!r}, which is not among tools."
-        if self.tool_choice == "required" and not self.tools:
-            return "tool_choice is required, and there are no tools."
-        if self.tools and self.tool_choice in (None, "auto") and not can_choose:
-            asked = "tool_choice is auto (as it is by default, with tools)"
-            other = "name a function, or send required or none"
-            return f"{asked}, and this model does not choose between a text and a tool: {other}."
-        return None
-
-    def guides(self) -> dict[str, tuple[str, Any]]:
-        tools = self.forced_tools()
-        return super().guides() | ({"tools": ("guided_json", schema_of(tools))} if tools else {})
-
-    def name_of(self, field: str) -> str | None:
-        if field == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return "messages" if field == "prompt" else super().name_of(field)
-
-
-class ResponsePart(Strict):
-    """A text of a message. The last fields come with texts of earlier responses, from OpenAI's client."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-class ResponseMessage(Strict):
-    """id and status come with messages of earlier responses."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
-    id: str | None = None
-    status: str | None = None
-
-
-class TextOptions(Strict):
-    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
-
-
-class ResponsesRequest(with_others("a response", with_others("any request", SamplingFields))):
-    """instructions: a first message of the system. Nothing is stored, and the output is one text."""
-
-    input: Text | Annotated[list[ResponseMessage], Messages]
-    instructions: str | None = None
-    max_tokens: Positive | None = Field(
-        None, alias="max_output_tokens", validation_alias=AliasChoices("max_output_tokens", "max_tokens")
-    )
-    metadata: dict[str, str] | None = None
-    text: TextOptions | None = None
-    n: None = None
-    logprobs: None = None
-    prompt_logprobs: None = None
-    return_token_ids: None = None
-
-    def listed_messages(self) -> list[dict[str, str]]:
-        first = [] if self.instructions is None else [("system", self.instructions)]
-        given = [("user", self.input)]
-        if not isinstance(self.input, str):
-            given = [(message.role, text_of(message)) for message in self.input]
-        return [{"role": role, "content": text} for role, text in first + given]
-
-    def guides(self) -> dict[str, tuple[str, Any]]:
-        form = self.text and self.text.format
-        return super().guides() | _guide("text.format", form)
-
-    def name_of(self, field: str) -> str | None:
-        names = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
-        return names.get(field) or super().name_of(field)
-
-
-class ClassifyRequest(Form):
-    input: Text | TokenIds | Texts | IdLists
-    user: str | None = None
-    add_special_tokens: bool | None = None
-
-
-class LensRequest(Form):
-    prompt: Text | TokenIds
-    add_special_tokens: bool | None = None
-
-
-class EmbeddingRequest(ClassifyRequest):
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Positive | None = None
-    pooling: Pooling = "last"
-
-
-class ScoreRequest(Form):
-    """One text_1 for all of text_2, or one for each."""
-
-    text_1: Text | Texts
-    text_2: Text | Texts
-    pooling: Pooling = "last"
-    user: str | None = None
-
-
-class ContinuationsRequest(Form):
-    prompt: str | TokenIds | None
-    continuations: Annotated[list[Text | TokenIds], items(MAX_PROMPTS)]
-    soft_prompt: Text | None = None
-
-
-class TokenizeRequest(Form):
-    """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
-
-    takes_adapter = True
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Strict):
-    takes_adapter = True
-    model: ModelName | None = None
-    tokens: Annotated[list[TokenId], items(MAX_IDS), BeforeValidator(whole_numbers)]
-    skip_special_tokens: bool | None = None

@@ -1,34 +1,42 @@
-"""Replies and events as JSON: completions, chats, OpenAI's Responses, and the outputs of a RemoteLLM's requests."""
+"""Replies and streams of events: completions, and the outputs of a RemoteLLM's requests."""
 
 import base64
 import codecs
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import chain, count, islice
+from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from ..async_llm import IndexedChunk
+from ..async_llm import AsyncRequests, IndexedChunk
 from ..engine.prompts import Prompt
-from ..errors import RequestError
+from ..errors import RequestError, TinyGPTError
 from ..outputs import CompletionOutput, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
 from .protocol import StreamOptions
-from .refusals import to_json
-from .tool_calls import ToolCall
-from .turns import json_parts
+from .refusals import BUG, ApiError, error_body, from_engine, to_json
+from .turns import Write, json_parts, while_connected
 
+log = logging.getLogger("tinygpt.server")
+SSE = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+PING = ": ping\n\n"
+PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
 OBFUSCATED_SIZE = 64  # bytes
-# Fields of all of OpenAI's Responses.
-ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
-ALWAYS |= {"tool_choice": "none", "tools": [], "truncation": "disabled"}
 Logprobs = dict[int, float]
 Made = CompletionOutput | StreamChunk
 
@@ -104,21 +112,6 @@ class CompletionLogprobs:
         return lists
 
 
-def chat_logprobs(names: TokenNames, num_top: int, tokens: Iterable[tuple[int, Logprobs]]) -> dict[str, list]:
-    def named(token_id: int, value: float) -> dict[str, Any]:
-        return {
-            "token": names.name(token_id),
-            "logprob": max(value, LOWEST),
-            "bytes": list(names.bytes_of(token_id)),
-        }
-
-    content = []
-    for token_id, logprobs in tokens:
-        top = [named(*pair) for pair in islice(logprobs.items(), num_top)]
-        content.append(named(token_id, logprobs[token_id]) | {"top_logprobs": top})
-    return {"content": content}
-
-
 def described(
     names: TokenNames, num_top: int, token_id: int, logprobs: Logprobs | None
 ) -> dict[str, Any] | None:
@@ -139,11 +132,11 @@ def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
 
 def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return each array as little-endian float32 in base64, with its shape."""
-    found = {}
+    arrays = {}
     for name, array in activations.items():
         data = base64.b64encode(np.asarray(array, "<f4").tobytes()).decode()
-        found[name] = {"dtype": "float32", "shape": [*array.shape], "data": data}
-    return found
+        arrays[name] = {"dtype": "float32", "shape": [*array.shape], "data": data}
+    return arrays
 
 
 @dataclass
@@ -179,7 +172,7 @@ class Job:
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
         num_made = len(self.prompts) * params.max_tokens
-        return (params.best_of or params.n) * (self._num_read * of_prompt + num_made * of_token)
+        return params.num_samples * (self._num_read * of_prompt + num_made * of_token)
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """i: index of the prompt. made: a whole sample, or one token of it."""
@@ -232,50 +225,13 @@ class Job:
         return [self._event(None, usage(outputs))] if self._options.include_usage else []
 
 
-def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
+def tokens_of(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
     if isinstance(made, CompletionOutput):
         ids, logprobs = made.token_ids, made.logprobs or ()
     else:
         ids = [] if made.token_id is None else [made.token_id]
         logprobs = [made.logprobs] if made.logprobs else ()
     return ids, zip(ids, logprobs, strict=False)
-
-
-class Chat(Job):
-    id_prefix = "chatcmpl-"
-    reply_object = "chat.completion"
-    event_object = "chat.completion.chunk"
-
-    def __post_init__(self):
-        super().__post_init__()
-        names = [tool.name for tool in self.form.forced_tools()]
-        self._calls = defaultdict(partial(ToolCall, names)) if names else None  # by sample
-
-    def choice(self, i: int, made: Made) -> dict[str, Any]:
-        is_whole = isinstance(made, CompletionOutput)
-        text: dict[str, Any] = {"content": made.text or "" if is_whole else made.text}
-        ids, tokens = _tokens(made)
-        end = self.end_of_choice(made, ids)
-        if self._calls is not None:
-            call = self._calls[made.index].add(made.text or "", made.finish_reason == "stop")
-            text = {"content": None} if is_whole else {}
-            if call:
-                text["tool_calls"] = [call if is_whole else {"index": 0, **call}]
-            if made.finish_reason == "stop":
-                end["finish_reason"] = "tool_calls"
-        if is_whole:
-            text = {"role": "assistant", **text, "refusal": None}
-        num_top = self.form.top_logprobs or 0
-        logprobs = chat_logprobs(self.names, num_top, tokens) if self.form.logprobs else None
-        return {"index": made.index, "message" if is_whole else "delta": text, "logprobs": logprobs, **end}
-
-    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
-        return super().record(outputs) | ids
-
-    def begin(self) -> str:
-        delta = {"role": "assistant", "content": "" if self._calls is None else None}
-        return "".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
 
 
 @dataclass
@@ -288,7 +244,7 @@ class Completion(Job):
 
     def __post_init__(self):
         super().__post_init__()
-        self._found: dict[int, list[Logprobs | None]] = {}  # of prompts, as soon as they are known
+        self._prompt_logprobs: dict[int, list[Logprobs | None]] = {}  # of prompts, as soon as they are known
         self._held: list[IndexedChunk] = []  # until then
         self._lists: dict[int, CompletionLogprobs] = {}  # of choices that have begun
         # Of the latest prompt, for all of its samples.
@@ -297,40 +253,50 @@ class Completion(Job):
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """Put the prompt's part into a sample's first choice."""
         form = self.form
-        prompt = self.prompts[i]
         index = i * self.params.n + made.index
         text = made.text or ""
-        ids, tokens = _tokens(made)
-        if is_first := index not in self._lists:
+        ids, tokens = tokens_of(made)
+        of_prompt: dict[str, Any] = {}
+        if index not in self._lists:
             options = bool(form.return_tokens_as_token_ids), bool(form.return_token_ids)
             self._lists[index] = CompletionLogprobs(self.names, form.logprobs or 0, *options)
-        if is_first and form.echo:
-            text = self._text_of(prompt) + text
-            given = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
-            tokens = chain(zip(given, [self.first, *self._found.get(i, [])[1:]], strict=False), tokens)
+            of_prompt = self._prompt_fields(i)
+            if form.echo:
+                text = self._text_of(self.prompts[i]) + text
+                tokens = chain(self._prompt_tokens(i), tokens)
         logprobs = None if form.logprobs is None else self._lists[index].add(tokens)
-        choice = {"index": index, "text": text, "logprobs": logprobs, **self.end_of_choice(made, ids)}
-        if is_first and form.return_token_ids:
-            choice["prompt_token_ids"] = prompt.token_ids
-        if is_first and form.prompt_logprobs is not None:
+        sample = {"index": index, "text": text, "logprobs": logprobs}
+        return sample | self.end_of_choice(made, ids) | of_prompt
+
+    def _prompt_tokens(self, i: int) -> Iterable[tuple[int, Logprobs | None]]:
+        prompt = self.prompts[i]
+        ids = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
+        return zip(ids, [self.first, *self._prompt_logprobs.get(i, [])[1:]], strict=False)
+
+    def _prompt_fields(self, i: int) -> dict[str, Any]:
+        form = self.form
+        prompt_ids = self.prompts[i].token_ids
+        fields: dict[str, Any] = {"prompt_token_ids": prompt_ids} if form.return_token_ids else {}
+        if form.prompt_logprobs is not None:
             if self._described[0] != i:
-                pairs = zip(prompt.token_ids, self._found.get(i, []), strict=False)
+                pairs = zip(prompt_ids, self._prompt_logprobs.get(i, []), strict=False)
                 self._described = i, [described(self.names, form.prompt_logprobs, *pair) for pair in pairs]
-            choice["prompt_logprobs"] = self._described[1]
-        return choice
+            fields["prompt_logprobs"] = self._described[1]
+        return fields
 
     def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
-        self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
+        self._prompt_logprobs = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
         return super().choices(outputs)
 
     def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
         """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
         if self.params.prompt_logprobs is not None:
-            found = {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
-            self._found |= found
+            self._prompt_logprobs |= {
+                i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None
+            }
             chunks = self._held + chunks
-            self._held = [pair for pair in chunks if pair[0] not in self._found]
-            chunks = [pair for pair in chunks if pair[0] in self._found]
+            self._held = [pair for pair in chunks if pair[0] not in self._prompt_logprobs]
+            chunks = [pair for pair in chunks if pair[0] in self._prompt_logprobs]
         return super().write(chunks)
 
     def _text_of(self, prompt: Prompt) -> str:
@@ -353,85 +319,34 @@ class Generation(Job):
         return chain(['data: {"output":'], json_parts(self.record(outputs)), ["}\n\n"])
 
 
-class Responses(Job):
-    """The plain form of OpenAI's Responses: one text as the output."""
+class EventStream(StreamingResponse):
+    """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
 
-    id_prefix = "resp_"
-    reply_object = event_object = "response"
-    done = ""  # the last event is a response's end
+    def __init__(self, job: Job, work: AsyncRequests, write: Write, end: Callable[[], None]):
+        """end: called once, however the reply ends, also if it never begins."""
+        super().__init__(self._events(job, work, write), headers=SSE)
+        self._end = end
 
-    def __post_init__(self):
-        super().__post_init__()
-        self._numbers = count()
-        self._item_id = self.head["id"].replace("resp", "msg")
-        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self.stream_response(send))
+        finally:
+            self._end()
 
-    def begin(self) -> str:
-        started = self._response("in_progress", [])
-        return (
-            self._told("created", response=started)
-            + self._told("in_progress", response=started)
-            + self._told("output_item.added", output_index=0, item=self._item("in_progress", []))
-            + self._told("content_part.added", **self._place, part=_part(""))
-        )
-
-    def write(self, chunks: list[IndexedChunk]) -> Iterator[str]:
-        texts = (chunk.text for _, chunk in chunks if chunk.text)
-        return (self._told("output_text.delta", **self._place, delta=text, logprobs=[]) for text in texts)
-
-    def end(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        ended = self.record(outputs)
-        text = outputs[0].outputs[0].text or ""
-        yield self._told("output_text.done", **self._place, text=text, logprobs=[])
-        yield self._told("content_part.done", **self._place, part=_part(text))
-        yield self._told("output_item.done", output_index=0, item=ended["output"][0])
-        yield self._told(ended["status"], response=ended)
-
-    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        [sample] = outputs[0].outputs
-        status = "incomplete" if sample.finish_reason == "length" else "completed"
-        return self._response(status, [self._item(status, [_part(sample.text or "")])], _counts(outputs))
-
-    def _response(self, status: str, items: list, counts: dict[str, Any] | None = None) -> dict[str, Any]:
-        form = self.form.text and self.form.text.format
-        told = form and form.model_dump(by_alias=True, exclude_none=True)
-        return {
-            "id": self.head["id"],
-            "object": "response",
-            "created_at": self.head["created"],
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": self.form.instructions,
-            "max_output_tokens": self.form.max_tokens,
-            "metadata": self.form.metadata or {},
-            "model": self.head["model"],
-            "output": items,
-            "temperature": self.params.temperature,
-            "top_p": self.params.top_p,
-            "usage": counts,
-            **ALWAYS,
-            "text": {"format": told or {"type": "text"}},
-        }
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._item_id, "type": "message", "status": status}
-        return {**head, "role": "assistant", "content": content}
-
-    def _told(self, name: str, **fields: Any) -> str:
-        kind = f"response.{name}"
-        return f"event: {kind}\n" + event({"type": kind, "sequence_number": next(self._numbers), **fields})
-
-
-def _counts(outputs: list[RequestOutput]) -> dict[str, Any]:
-    counts = usage(outputs)
-    return {
-        "input_tokens": counts["prompt_tokens"],
-        "output_tokens": counts["completion_tokens"],
-        "total_tokens": counts["total_tokens"],
-        "input_tokens_details": counts["prompt_tokens_details"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    async def _events(self, job: Job, work: AsyncRequests, write: Write) -> AsyncIterator[str | bytes]:
+        last = job.done
+        try:
+            yield job.begin()
+            async for chunks in work.chunks(PING_SECONDS):
+                async for part in write([PING] if chunks is None else job.write(chunks)):
+                    yield part
+            async for part in write(job.end(await work.outputs())):
+                yield part
+        except (ApiError, TinyGPTError) as error:
+            refusal = error if isinstance(error, ApiError) else from_engine(error)
+            last = event(error_body(refusal)) + job.done
+        except Exception:
+            log.exception("a bug ended a stream")
+            last = event(error_body(BUG)) + job.done
+        yield last

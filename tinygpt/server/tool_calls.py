@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo
 
+from ..wire import MALFORMED
 from .client_fields import DROPPING
-from .values import Strict, Text
+from .protocol import Strict, Text
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # Of a text that names the tool, as the guided JSON writes it.
@@ -28,9 +29,9 @@ class Tool(Strict):
     function: Function
 
 
-def functions_of(tools: Any, about: ValidationInfo) -> Any:
+def functions_of(tools: Any, info: ValidationInfo) -> Any:
     """Return the tools, of a DROPPING request without those of other types."""
-    if about.context != DROPPING or not isinstance(tools, list):
+    if info.context != DROPPING or not isinstance(tools, list):
         return tools
     return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
 
@@ -63,7 +64,7 @@ class PastCall(Strict):
     def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as an object, as templates of checkpoints expect."""
         arguments: Any = self.function.arguments
-        with suppress(ValueError, RecursionError):
+        with suppress(*MALFORMED):
             arguments = json.loads(arguments)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
@@ -104,11 +105,14 @@ class ToolCall:
         self._text += text
         head: dict[str, Any] = {}
         if self._told is None:
-            found = HEAD.match(self._text) if self._is_wrapped else None
-            if self._is_wrapped and not found:
-                return None
-            self._told = found.end() if found else 0
-            self._name = found[1] if found else self._name
+            start = 0
+            if self._is_wrapped:
+                named = HEAD.match(self._text)
+                if not named:
+                    return None
+                start = named.end()
+                self._name = named[1]
+            self._told = start
             head = {"id": self.id, "type": "function"}
         end = len(self._text)
         if self._is_wrapped:  # the last brace is not the arguments'
@@ -116,5 +120,5 @@ class ToolCall:
             end = max(self._told, len(shown.removesuffix("}").rstrip(" ") if is_over else shown.rstrip(" }")))
         arguments = self._text[self._told : end]
         self._told = end
-        named = {"name": self._name} if head else {}
-        return {**head, "function": {**named, "arguments": arguments}}
+        name = {"name": self._name} if head else {}
+        return {**head, "function": {**name, "arguments": arguments}}

@@ -17,14 +17,16 @@ All bodies, and replies until clients have read them, hold bytes of MAX_HELD: `h
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import GeneratorType
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive
 
 from ..async_llm import Apart
 from ..outputs import ThreadFuture
@@ -77,14 +79,12 @@ class Turns:
             await asyncio.sleep(num_bytes / HUGE_PER_SECOND)
             yield
 
-    def thread_for(self, params: Iterable[SamplingParams], request: Request) -> Apart | None:
-        """Return what runs the checks of these params, or None if the loop may."""
-        params = [*params]
-        if any(each.guidance is not None for each in params):
+    def thread_for(self, request: Request, params: SamplingParams | None) -> Apart | None:
+        """Return what runs the checks of the engine's requests, or None if the loop may."""
+        if params is not None and params.guidance is not None:
             return self.in_grammar_thread
-        if is_large(request) or any(each.dry_multiplier for each in params):
-            return asyncio.to_thread
-        return None
+        is_slow = is_large(request) or (params is not None and params.dry_multiplier > 0)
+        return asyncio.to_thread if is_slow else None
 
     async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
         """Return call(). No thread of other requests and no end of the server waits for it."""
@@ -112,6 +112,28 @@ def is_large(request: Request) -> bool:
 async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
     """Return read(), called in a thread if the body is large."""
     return await asyncio.to_thread(read) if is_large(request) else read()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of the work, or cancel it and raise ClientDisconnect when the client leaves."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+        del working  # whose error has this frame
 
 
 async def in_slices(parts: Iterable[str]) -> AsyncIterator[bytes]:
