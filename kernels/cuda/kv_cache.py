@@ -229,15 +229,12 @@ def _move_kernel(direction: str, place: Callable):
     return kernel(move)
 
 
-def put_rows(kv_cache: KVCache, dtype: str, layer: int, workspace: Any, tokens: int) -> None:
+def put_rows(heads: Any, dtype: str, layer: int, workspace: Any, tokens: int) -> None:
     """Put the rows of `qkv`, of a family of numbers, into q and an int8 cache."""
-    c = kv_cache
     w = workspace
-    width = padded_columns(3 * c.num_heads * c.head_size)
-    shape = c.num_slots, c.num_heads, c.padded_len, c.padded_head, c.head_size
-    arguments = w.q, c.k, c.v, w.qkv, width, layer, *shape
-    batch = w.inputs.positions, w.inputs.token_slots, w.inputs.sizes
-    c.device.launch(put_kernel(dtype), (tokens, c.num_heads), PUT_THREADS, *arguments, *batch)
+    width = padded_columns(3 * heads.num_heads * heads.head_size)
+    arguments = heads, w.qkv, width, layer, w.inputs.sizes
+    w.device.launch(put_kernel(dtype), (tokens, heads.num_heads), PUT_THREADS, *arguments)
 
 
 @functools.cache
@@ -247,21 +244,20 @@ def put_kernel(dtype: str):
     key_place = LAYOUTS["int8"].key_place
     value_place = LAYOUTS["int8"].value_place
 
-    def put(
-        q, k_cache, v_cache, rows, width, layer, num_slots, num_heads, padded_len, padded_head, head_size,
-        positions, token_slots, sizes,
-    ):  # fmt: skip
+    def put(heads, rows, width, layer, sizes):
         let_next_kernel_begin()
         (lane, part) = lane_and_warp()
         n = int32(cuda.blockIdx.x)
         head = int32(cuda.blockIdx.y)
+        head_size = heads.head_size
+        padded_head = heads.padded_head
         if n >= sizes[0]:
             return
         wait_for_kernel_before()
-        row = int64(n) * width + (part * num_heads + head) * head_size
+        row = int64(n) * width + (part * heads.num_heads + head) * head_size
         if part == 0:
             for d in range(lane, head_size, int32(WARP)):
-                q[int64(n * num_heads + head) * padded_head + d] = rows[row + d]
+                heads.q[int64(n * heads.num_heads + head) * padded_head + d] = rows[row + d]
             return
         greatest = int32(0)
         for d in range(lane, head_size, int32(WARP)):
@@ -274,16 +270,16 @@ def put_kernel(dtype: str):
             scale = float32(math.nan)
         elif largest >= LEAST_ROW:
             scale, inverse = largest / LEVELS, LEVELS / largest
-        plane = int64(padded_len) * (padded_head + SCALE_BYTES)
-        start = (int64(layer * num_slots + token_slots[n]) * num_heads + head) * plane
-        position = positions[n]
+        plane = int64(heads.padded_len) * (padded_head + SCALE_BYTES)
+        start = (int64(layer * heads.num_slots + heads.token_slots[n]) * heads.num_heads + head) * plane
+        position = heads.positions[n]
         for d in range(lane, head_size + int32(SCALE_BYTES), int32(WARP)):
             byte = float32_to_bits(scale) >> uint32(8 * max(d - head_size, 0))
             if d < head_size:
                 byte = float32_to_bits(cuda.fma(load(rows, row + d), inverse, ROUNDING))
             if part == 1:
-                k_cache[start + key_place(position, d, padded_head, head_size)] = int8(byte)
+                heads.k_cache[start + key_place(position, d, padded_head, head_size)] = int8(byte)
             else:
-                v_cache[start + value_place(position, d, padded_head, head_size)] = int8(byte)
+                heads.v_cache[start + value_place(position, d, padded_head, head_size)] = int8(byte)
 
     return kernel(put)

@@ -158,13 +158,14 @@ def attention_block(params: Params, layer: int, x, step: Step, look=no_op) -> No
     w = step.workspace
     attended = w.attended
     is_int8 = step.kv_cache.is_int8
-    target, epilogue = (w.qkv, QKV_ROWS) if is_int8 else (heads_of(step), QKV)
+    heads = heads_of(step)
+    target, epilogue = (w.qkv, QKV_ROWS) if is_int8 else (heads, QKV)
     normed_linear(params, "ln_1", "c_attn", layer, target, x, step, epilogue)  # (N, 3C)
     for kind in "qkv":
         look(kind, layer)
     if is_int8:
-        put_rows(step.kv_cache, DTYPES[params.dtype].numbers.name, layer, w, step.shape.tokens)
-    attend(params, layer, attended, step)
+        put_rows(heads, DTYPES[params.dtype].numbers.name, layer, w, step.shape.tokens)
+    attend(params, layer, attended, heads, step)
     look("z", layer)
     add_projection(params, "attn_proj", layer, x, attended, step, partial(look, "attn_out", layer))
 
@@ -341,27 +342,25 @@ def add_projection(params: Params, name: str, layer: int, x, y, step: Step, look
     gather(step.workspace, name, x)
 
 
-def attend(params: Params, layer: int, attended, step: Step) -> None:
+def attend(params: Params, layer: int, attended, heads: Heads, step: Step) -> None:
     w = step.workspace
     attended = attended if w.ranks is None else w.ranks.place("c_attn", attended)
-    c = step.kv_cache
     shape = step.shape
     config = params.config
-    keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     scale = float(config.attention(params.share.layers[layer]).scale)
-    more = c.num_heads, c.head_size, padded_columns(config.n_embd), scale, params.slopes
+    scaling = padded_columns(config.n_embd), scale, params.slopes
     numbers = DTYPES[params.dtype].numbers
-    kind = c.padded_head, numbers.name, config.has_alibi, c.is_int8
+    kind = heads.padded_head, numbers.name, config.has_alibi, step.kv_cache.is_int8
     if shape.tiles:
-        grid = shape.tiles, c.num_heads, tile_blocks(numbers)
+        grid = shape.tiles, heads.num_heads, tile_blocks(numbers)
         function = attend_prefill_kernel(*kind)
-        w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
+        w.device.launch(function, grid, TILE_WARPS * WARP, attended, heads, layer, w.inputs.tiles, *scaling)
     if shape.lone:
-        is_small = shape.lone * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
+        is_small = shape.lone * heads.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
         warps = 1 if is_small else DECODE_WARPS
-        grid = -(-shape.key_blocks // warps), c.num_heads, shape.lone
+        grid = -(-shape.key_blocks // warps), heads.num_heads, shape.lone
         function = attend_decode_kernel(*kind)
-        arguments = attended, w.merges, w.partials, *keys, w.inputs.lone, *more, shape.key_blocks
+        arguments = attended, w.merges, w.partials, heads, layer, w.inputs.lone, *scaling, shape.key_blocks
         w.device.launch(function, grid, warps * WARP, *arguments)
 
 

@@ -5,11 +5,12 @@ cache up to it alone. Values after the last position that a warp sees count as 0
 queries they must be finite, as on the CPU. A warp of decode prefetches its block, 16 KiB if Dp is 64 in bfloat16: two
 warps of an SM have the 25 KiB in flight that the bandwidth of an H200 takes.
 
-dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up to a multiple of 32. Flat arrays:
+dtype is the name of Numbers, size is Dp, the head size rounded up to a multiple of 32. `heads` are the epilogue's:
     q            (N, H, Dp), unscaled
     k_cache      (L, num_slots, H, padded_len, Dp)
-    v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
+    v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in 16 bits
                  both if is_int8: (L, num_slots, H, padded_len / KEY_BLOCK) runs of bytes, of attention_products.py
+Other flat arrays:
     lone         (n,) int32, tokens; negative for none
     tiles        (t, 2) int32, the first token of a run of one sequence, and the token after its last
     partials     (n, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
@@ -84,10 +85,7 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int
     BLOCKS = size // DIM_BLOCK
     HELD = ROWS * DIMS
 
-    def attend_decode(
-        attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, lone, num_heads, head_size, width, scale, slopes, max_blocks,
-    ):  # fmt: skip
+    def attend_decode(attended, merges, partials, heads, layer, lone, width, scale, slopes, max_blocks):
         let_next_kernel_begin()
         row = int32(cuda.blockIdx.z)
         n = lone[uint32(row)]
@@ -96,21 +94,19 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
         if n < 0:
             return
-        last = int32(positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
+        last = int32(heads.positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
             return
-        whole = padded_len // KEY_BLOCK * RUN
-        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, whole)
-        start += key_block * RUN
+        start = _cache_start(heads, layer, uint32(n), head, RUN) + key_block * RUN
         if lane == 0:
             groups = min(last // GROUP + 1, KEY_BLOCK // GROUP)
             wanted = int32((HEADER + groups * (GROUP * size)) * ITEM)
-            prefetch_run(k_cache, start, wanted)
-            prefetch_run(v_cache, start, wanted)
+            prefetch_run(heads.k_cache, start, wanted)
+            prefetch_run(heads.v_cache, start, wanted)
         wait_for_kernel_before()
         words = cuda.local.array(QUERY_WORDS, uint32)
         newest = cuda.local.array(ROWS, int32)
-        load_queries(words, q, n, 1, head, num_heads, lane)
+        load_queries(words, heads, n, 1, head, lane)
         for r in range(ROWS):
             newest[r] = last if lane < ROW_LANES and r == 0 else -1
         highest = cuda.local.array(ROWS, float32)
@@ -118,11 +114,11 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int
         packed = cuda.local.array(PACKED_WORDS, uint32)
         sums = cuda.local.array(HELD, float32)
         values = cuda.local.array(VALUE_WORDS, uint32)
-        load_values(values, v_cache, start, last, lane)
+        load_values(values, heads.v_cache, start, last, lane)
         slope = slopes[head] if has_slopes else float32(0)
-        weigh_keys(highest, total, packed, words, newest, k_cache, v_cache, start, scale, slope, lane)
+        weigh_keys(highest, total, packed, words, newest, heads, start, scale, slope, lane)
 
-        merged = int32(row * num_heads + head)
+        merged = int32(row * heads.num_heads + head)
         first = int32(int32(merged * max_blocks) * int32(2 + size))
         out = uint64(first + int32(key_block * int32(2 + size)))
         if lane == 0:
@@ -130,13 +126,15 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int
             partials[out + uint64(1)] = total[0]
         out += uint64(2 + lane * DIMS)
         for block in range(BLOCKS):
-            weigh_values(sums, packed, values, v_cache, start, block, last, lane)
+            weigh_values(sums, packed, values, heads.v_cache, start, block, last, lane)
             if lane < ROW_LANES:
                 for i in range(DIMS):
                     partials[out + uint64(block * DIM_BLOCK + i)] = sums[i]
         key_blocks = int32(last // KEY_BLOCK + key_block + 1)
         if is_last_warp(merges, merged, key_blocks):
-            combine(attended, n * width + head * head_size, partials, first, key_blocks, head_size)
+            combine(
+                attended, n * width + head * heads.head_size, partials, first, key_blocks, heads.head_size
+            )
 
     return kernel(attend_decode)
 
@@ -198,10 +196,7 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False, is_in
     VALUES = size // DIM_BLOCK * ROWS * DIMS
     LANE_ROWS = WARP // ROW_LANES
 
-    def attend_prefill(
-        attended, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, tiles, num_heads, head_size, width, scale, slopes,
-    ):  # fmt: skip
+    def attend_prefill(attended, heads, layer, tiles, width, scale, slopes):
         let_next_kernel_begin()
         wait_for_kernel_before()
         # The last tiles start first: they have the most keys.
@@ -222,30 +217,29 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False, is_in
             if begin == end or not IS_SHARED:
                 return
             first, count = begin, int32(0)  # this warp copies keys and values for others
-        load_queries(words, q, first, max(count, int32(1)), head, num_heads, lane)
+        load_queries(words, heads, first, max(count, int32(1)), head, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
-            newest[r] = positions[first + row] if row < count else -1
+            newest[r] = heads.positions[first + row] if row < count else -1
             highest[r], total[r] = float32(-math.inf), float32(0)
         for i in range(VALUES):
             values[i] = float32(0)
 
-        whole = padded_len // KEY_BLOCK * RUN
-        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, whole)
+        start = _cache_start(heads, layer, first, head, RUN)
         slope = slopes[head] if has_slopes else float32(0)
-        oldest = positions[first] if count else int32(-1)
-        last = positions[first + count - 1] if count else int32(-1)
-        keys = k_cache, v_cache, start, oldest, last, positions[end - 1]
-        take_blocks(highest, total, values, words, newest, *keys, scale, slope, lane)
+        oldest = heads.positions[first] if count else int32(-1)
+        last = heads.positions[first + count - 1] if count else int32(-1)
+        span = oldest, last, heads.positions[end - 1]
+        take_blocks(highest, total, values, words, newest, heads, start, *span, scale, slope, lane)
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             if row < count:
                 share = float32(1) / total[r]
-                out = (first + row) * width + head * head_size
+                out = (first + row) * width + head * heads.head_size
                 for block in range(BLOCKS):
                     for i in range(DIMS):
                         dim = int32(block * DIM_BLOCK + lane % ROW_LANES * DIMS + i)
-                        if dim < head_size:
+                        if dim < heads.head_size:
                             store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
 
     return kernel(attend_prefill)
@@ -261,11 +255,11 @@ def _take_function(products: Products, size: int, has_slopes: bool, run: int):
 
     @device_function
     def take_blocks(
-        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+        highest, total, values, words, newest, heads, start, oldest, last, end, scale, slope, lane
     ):
         softmax = highest, total, values
         while last >= 0:
-            take_block(*softmax, words, newest, k_cache, v_cache, start, last, scale, slope, lane)
+            take_block(*softmax, words, newest, heads, start, last, scale, slope, lane)
             start = start + run
             last = int32(last - KEY_BLOCK)
 
@@ -282,12 +276,12 @@ def _take_shared_function(products: Products, size: int, has_slopes: bool, run: 
 
     @device_function
     def take_blocks(
-        highest, total, values, words, newest, k_cache, v_cache, start, oldest, last, end, scale, slope, lane
+        highest, total, values, words, newest, heads, start, oldest, last, end, scale, slope, lane
     ):
         softmax = highest, total, values
         stage = shared_address(cuda.shared.array(WORDS, uint32, alignment=16))
         both = int32(2 * stage) + STAGE_BYTES
-        copy_block(stage, k_cache, v_cache, start)
+        copy_block(stage, heads, start)
         commit_copies()
         while end >= 0:
             wait_for_copies(0)
@@ -295,12 +289,12 @@ def _take_shared_function(products: Products, size: int, has_slopes: bool, run: 
             other = uint32(both - stage)
             if end >= KEY_BLOCK:
                 start = start + run
-                copy_block(other, k_cache, v_cache, start)
+                copy_block(other, heads, start)
                 commit_copies()
             if oldest >= KEY_BLOCK - 1:  # all keys of the block count for all queries
-                take_whole(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+                take_whole(*softmax, words, newest, heads, stage, last, scale, slope, lane)
             elif last >= 0:
-                take_block(*softmax, words, newest, k_cache, v_cache, stage, last, scale, slope, lane)
+                take_block(*softmax, words, newest, heads, stage, last, scale, slope, lane)
             stage = other
             oldest = int32(oldest - KEY_BLOCK)
             last = int32(last - KEY_BLOCK)
@@ -320,7 +314,7 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
     VALUE_WORDS = products.value_words
 
     @device_function
-    def take_block(highest, total, values, words, newest, k_cache, v_cache, start, last, scale, slope, lane):
+    def take_block(highest, total, values, words, newest, heads, start, last, scale, slope, lane):
         block_highest = cuda.local.array(ROWS, float32)
         block_total = cuda.local.array(ROWS, float32)
         kept = cuda.local.array(ROWS, float32)
@@ -331,12 +325,12 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
         if is_whole:
             last = int32(2 * KEY_BLOCK)  # which the compiler knows
         weighed = block_highest, block_total, packed
-        weigh_keys(*weighed, words, newest, k_cache, v_cache, start, scale, slope, lane)
+        weigh_keys(*weighed, words, newest, heads, start, scale, slope, lane)
         for r in range(ROWS):
             new = merge(highest[r], total[r], block_highest[r], block_total[r])
             highest[r], total[r], kept[r], added[r] = new
         for block in range(size // DIM_BLOCK):
-            weigh_values(sums, packed, held, v_cache, start, block, last, lane)
+            weigh_values(sums, packed, held, heads.v_cache, start, block, last, lane)
             for i in range(HELD):
                 if is_whole or newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
                     value = values[block * HELD + i]
@@ -348,5 +342,7 @@ def _take_block_function(products: Products, size: int, has_slopes: bool, is_who
 
 
 @device_function
-def _cache_start(layer, num_slots, slot, num_heads, head, head_elements):
-    return int64((layer * num_slots + slot) * num_heads + head) * head_elements
+def _cache_start(heads, layer, token, head, run):
+    """Return a head's first number in the cache. run: numbers of the cache from one block to the next."""
+    slot = layer * heads.num_slots + heads.token_slots[token]
+    return int64(slot * heads.num_heads + head) * (heads.padded_len // KEY_BLOCK * run)

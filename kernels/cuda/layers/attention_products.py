@@ -55,7 +55,7 @@ class Products:
     query_words: int  # uint32
     packed_words: int  # uint32
     value_words: int  # uint32
-    load_queries: Callable  # (words, q, first, count, head, num_heads, lane)
+    load_queries: Callable  # (words, heads, first, count, head, lane)
     multiply_keys: Callable  # (scores (rows, KEY_BLOCK / row_lanes), words, k_cache, start, lane)
     pack_weights: Callable  # (packed, weights)
     load_values: Callable  # (held (value_words,), v_cache, start, newest, lane)
@@ -93,12 +93,12 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
     BLOCKS = size // DIM_BLOCK
 
     @device_function
-    def load_queries(words, q, first, count, head, num_heads, lane):
+    def load_queries(words, heads, first, count, head, lane):
         for r in range(rows):
             row = min(int32((lane >> 2) + 8 * r), int32(count - 1))
-            at = int64(int32(int32(int32(first + row) * num_heads + head) * size + (lane & 3) * 8))
+            at = int64(int32(int32(int32(first + row) * heads.num_heads + head) * size + (lane & 3) * 8))
             for block in range(BLOCKS):
-                loaded = load_cached(q, at + block * DIM_BLOCK)
+                loaded = load_cached(heads.q, at + block * DIM_BLOCK)
                 for k in range(4):
                     words[8 * block + 2 * k + r] = loaded[k]
 
@@ -284,15 +284,15 @@ def copy_block_function(size: int, threads: int):
     STRIDE = threads * CHUNK  # of whole rows, which repeat the order of chunks
 
     @device_function
-    def copy_block(stage, k_cache, v_cache, start):
+    def copy_block(stage, heads, start):
         thread = int32(cuda.threadIdx.x)
         keys = stage + uint32(_key_chunk(thread, size) * CHUNK_BYTES)
         values = stage + uint32(_value_chunk(thread, size) * CHUNK_BYTES) + uint32(2 * KEY_BLOCK * size)
         at = start + thread * CHUNK
         for i in range(COPIES):
-            copy_async(keys + uint32(2 * i * STRIDE), k_cache, at + i * STRIDE)
+            copy_async(keys + uint32(2 * i * STRIDE), heads.k_cache, at + i * STRIDE)
         for i in range(COPIES):
-            copy_async(values + uint32(2 * i * STRIDE), v_cache, at + i * STRIDE)
+            copy_async(values + uint32(2 * i * STRIDE), heads.v_cache, at + i * STRIDE)
 
     return copy_block
 
@@ -325,12 +325,12 @@ def _fma_products(size: int, rows: int, numbers: Numbers) -> Products:
     BLOCKS = size // DIM_BLOCK
 
     @device_function
-    def load_queries(words, q, first, count, head, num_heads, lane):
+    def load_queries(words, heads, first, count, head, lane):
         for r in range(rows):
             row = first + min(int32(r), int32(count - 1))
             for block in range(BLOCKS):
-                at = (row * num_heads + head) * size + lane + block * DIM_BLOCK
-                words[block * rows + r] = float32_to_bits(q[at])
+                at = (row * heads.num_heads + head) * size + lane + block * DIM_BLOCK
+                words[block * rows + r] = float32_to_bits(heads.q[at])
 
     @device_function
     def multiply_dims(block, scores, words, k_cache, at):
@@ -400,9 +400,9 @@ def weigh_keys_function(products: Products, has_slopes: bool, is_whole: bool = F
     SCORES = ROWS * KEYS
 
     @device_function
-    def weigh_keys(highest, total, packed, words, newest, k_cache, v_cache, start, scale, slope, lane):
+    def weigh_keys(highest, total, packed, words, newest, heads, start, scale, slope, lane):
         scores = cuda.local.array(SCORES, float32)
-        multiply_keys(scores, words, k_cache, start, lane)
+        multiply_keys(scores, words, heads.k_cache, start, lane)
         for r in range(ROWS):
             last = int32(newest[r] - 2 * (lane & ROW_LANES - 1))
             top = float32(-math.inf)
@@ -429,7 +429,7 @@ def weigh_keys_function(products: Products, has_slopes: bool, is_whole: bool = F
                 whole += cuda.shfl_xor_sync(uint32(ALL_LANES), whole, 1 << step)
             total[r] = whole * float32(LIFT) if HAS_SCALES else whole
         if HAS_SCALES:
-            scale_weights(scores, newest, v_cache, start, lane)
+            scale_weights(scores, newest, heads.v_cache, start, lane)
         pack_weights(packed, scores)
 
     return weigh_keys

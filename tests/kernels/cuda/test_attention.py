@@ -21,6 +21,7 @@ from tinygpt.kernels.cuda.layers.attention import (
     tile_blocks,
 )
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
+from tinygpt.kernels.cuda.layers.epilogue import Heads
 from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.numbers import from_rows, to_rows
 from tinygpt.kernels.reference import model as reference
@@ -112,14 +113,14 @@ class Attention:
             write_positions(cache, tokens.row, 0, *rows)
         return whole
 
-    def inputs(self, step):
-        """Return the arguments that both kernels share, then positions and token_slots."""
+    def inputs(self, step) -> Heads:
         q = np.concatenate([self.stored(tokens.q[start:stop]) for tokens, start, stop in step])
         positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in step])
         token_slots = np.concatenate(
             [np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step]
         )
-        return q.ravel(), *self.caches(step), LAYER, ROWS, self.positions, positions, token_slots
+        sizes = ROWS, self.positions, self.heads, self.size, self.padded_size
+        return Heads(q.ravel(), *self.caches(step), positions, token_slots, *sizes)
 
     def unwritten_result(self, count: int) -> np.ndarray:
         return unwritten(count * self.width, dtype=np.float32 if self.dtype == "float32" else np.uint16)
@@ -134,7 +135,6 @@ class Attention:
 
     def decode(self, step, surplus: int = 0, threads: int = 64) -> np.ndarray:
         """Each of the step's runs is one token; `surplus` more tokens are launched than there are."""
-        q, k_cache, v_cache, layer, rows, length, *where = self.inputs(step)
         count = len(step) + surplus
         max_blocks = self.positions // KEY_BLOCK
         warps = threads // 32
@@ -144,8 +144,8 @@ class Attention:
         attended = self.unwritten_result(count)
         merges = np.zeros(count * self.heads, np.int32)
         grid = (-(-max_blocks // warps), self.heads, count)
-        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, lone)
-        given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES, max_blocks)
+        given = attended, merges, partials, self.inputs(step), LAYER, lone
+        given = (*given, self.width, self.scale, NO_SLOPES, max_blocks)
         simulate(attend_decode_kernel(*self.kernel), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
@@ -154,11 +154,10 @@ class Attention:
 
     def prefill(self, step) -> np.ndarray:
         tiles = query_tiles(step)
-        *inputs, positions, token_slots = self.inputs(step)
-        attended = self.unwritten_result(len(positions))
+        heads = self.inputs(step)
+        attended = self.unwritten_result(len(heads.positions))
         grid = (len(tiles), self.heads, tile_blocks(NUMBERS[self.family]))
-        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32).ravel())
-        given = (*given, self.heads, self.size, self.width, self.scale, NO_SLOPES)
+        given = attended, heads, LAYER, np.array(tiles, np.int32).ravel(), self.width, self.scale, NO_SLOPES
         simulate(attend_prefill_kernel(*self.kernel), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
 

@@ -26,7 +26,7 @@ from tinygpt.kernels.cuda.layers.attention import (
     attend_decode_kernel,
     attend_prefill_kernel,
 )
-from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV, Heads
 from tinygpt.kernels.cuda.layers.experts import (
     ADD_THREADS,
     CHOOSE_WARPS,
@@ -98,25 +98,15 @@ def embed_arguments(dtype: str) -> tuple:
 
 def attention_arguments(kernel: str, dtype: str, is_int8: bool = False) -> tuple:
     values = FLOATS if dtype == "float32" else HALVES
-    caches = 2 * (BYTES if is_int8 else values,)
+    heads = heads_like(values, BYTES if is_int8 else values)
     return {
-        "decode": (
-            values,
-            INTS,
-            FLOATS,
-            values,
-            *caches,
-            *NUMBERS,
-            INTS,
-            INTS,
-            INTS,
-            *NUMBERS,
-            np.float32(1),
-            FLOATS,
-            1,
-        ),
-        "prefill": (values, values, *caches, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), FLOATS),
+        "decode": (values, INTS, FLOATS, heads, 1, INTS, 1, np.float32(1), FLOATS, 1),
+        "prefill": (values, heads, 1, INTS, 1, np.float32(1), FLOATS),
     }[kernel]
+
+
+def heads_like(values: np.ndarray, cached: np.ndarray) -> Heads:
+    return Heads(values, cached, cached, INTS, INTS, *[1] * 5)
 
 
 def kernels() -> dict[str, tuple]:
@@ -130,7 +120,7 @@ def kernels() -> dict[str, tuple]:
         "choose_experts": (choose_kernel(True), CHOOSE_WARPS * WARP, INTS, FLOATS, FLOATS, 4, 2, INTS),
         "sort_pairs": (sort_pairs, SORT_THREADS, *[INTS] * 5, 4, 2, 8, 1, INTS),
         "add_experts": (add_experts, ADD_THREADS, FLOATS, FLOATS, 1, FLOATS, INTS, 2, 1, INTS),
-        "put": (put_kernel("bfloat16"), PUT_THREADS, HALVES, BYTES, BYTES, HALVES, *[1] * 7, *[INTS] * 3),
+        "put": (put_kernel("bfloat16"), PUT_THREADS, heads_like(HALVES, BYTES), HALVES, 1, 1, INTS),
         "adapt": (adapt_kernel("float32", "gelu"), ADAPT_WARPS * WARP, *adapt_arguments("float32", "gelu")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
         "linear float32": (

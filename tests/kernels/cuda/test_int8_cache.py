@@ -11,6 +11,7 @@ from support.kernel_tools import same_bits, unwritten
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.jit import kernel
 from tinygpt.kernels.cuda.kv_cache import LAYOUTS, PUT_THREADS, KVCache, put_kernel, read_positions
+from tinygpt.kernels.cuda.layers.epilogue import Heads
 from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.numbers import LEAST_ROW, to_rows
 
@@ -45,21 +46,8 @@ def test_rows_are_quantized_as_on_the_cpu(dtype):
     positions = np.array([*POSITIONS, 5], np.int32)
     sizes = np.array([count], np.int32)
     shape = SLOTS, HEADS, LENGTH, PADDED, SIZE
-    simulate(
-        put_kernel(dtype),
-        (count + 1, HEADS),
-        PUT_THREADS,
-        q,
-        k,
-        v,
-        given,
-        width,
-        1,
-        *shape,
-        positions,
-        slots,
-        sizes,
-    )
+    heads = Heads(q, k, v, positions, slots, SLOTS, LENGTH, HEADS, SIZE, PADDED)
+    simulate(put_kernel(dtype), (count + 1, HEADS), PUT_THREADS, heads, given, width, 1, sizes)
     found = numbers.decode(q).reshape(count + 1, HEADS, PADDED)
     same_bits(found[:-1, :, :SIZE], rows[:, 0])
     assert not found[-1].any()
