@@ -191,25 +191,10 @@ class Api:
         return kind(head, form, prompts, params, self.names)
 
     async def _answer(self, job: Job, request: Request, run: Run | None = None) -> Response:
-        """run: gives all outputs at once; None runs the prompts."""
-        # The operator's limit holds for a sample of the model's length.
-        limit = max(MAX_LOGPROBS, (self.config.max_logprobs + 1) * self.llm.max_model_len)
-        if job.num_logprobs > limit:
-            fields = ("prompt_logprobs", "top_logprobs", "logprobs")
-            field = next(name for name in fields if getattr(job.form, name, None) is not None)
-            asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
-            message = f"{asked}; this server gives at most {limit} in a reply: split the request."
-            raise ApiError(400, message, field)
-        size = BYTES_OF_LOGPROB * job.num_logprobs + BYTES_OF_PROMPT * len(request._body)
-        if job.params.capture or job.params.edits:
-            if run is not None:
-                message = "capture, edits and steer need max_tokens of 1 or more."
-                raise ApiError(400, message, "max_tokens")
-            longest = max(len(prompt.token_ids) for prompt in job.prompts)
-            count = len(job.prompts) * job.params.num_samples
-            length = longest + job.params.max_tokens - 1
-            captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
-            size += count * captures.num_bytes(length)
+        """Reply with a job's outputs, whole or as events. run: makes outputs without new tokens, which come at once."""
+        if run is not None and (job.params.capture or job.params.edits):
+            raise ApiError(400, "capture, edits and steer need max_tokens of 1 or more.", "max_tokens")
+        size = self._reply_bytes(job) + BYTES_OF_PROMPT * len(request._body)
         make = partial(self._requests, [(prompt, job.params) for prompt in job.prompts])
         write = self.turns.in_one_thread if job.params.capture else in_slices
         with ExitStack() as stack:
@@ -222,6 +207,25 @@ class Api:
             if job.form.stream:
                 return Response(await whole(job.all_events(outputs), write), headers=SSE)
             return await json_reply(job.record(outputs), write)
+
+    def _reply_bytes(self, job: Job) -> int:
+        """Return the most bytes of a reply's log probabilities and arrays. Raise ApiError for too many."""
+        # The operator's limit holds for a sample of the model's length.
+        limit = max(MAX_LOGPROBS, (self.config.max_logprobs + 1) * self.llm.max_model_len)
+        if job.num_logprobs > limit:
+            fields = ("prompt_logprobs", "top_logprobs", "logprobs")
+            field = next(name for name in fields if getattr(job.form, name, None) is not None)
+            asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
+            message = f"{asked}; this server gives at most {limit} in a reply: split the request."
+            raise ApiError(400, message, field)
+        size = BYTES_OF_LOGPROB * job.num_logprobs
+        if job.params.capture or job.params.edits:
+            longest = max(len(prompt.token_ids) for prompt in job.prompts)
+            count = len(job.prompts) * job.params.num_samples
+            length = longest + job.params.max_tokens - 1
+            captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
+            size += count * captures.num_bytes(length)
+        return size
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""

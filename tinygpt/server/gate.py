@@ -258,7 +258,7 @@ class JsonRoute(APIRoute):
                     turn = request.state.reading.enter_async_context(api.turns.huge(len(body)))
                     await while_connected(request.receive, turn)
                     api.check_open()
-                if api.config.ignores_unknown_fields:
+                if api.config.unknown_fields == "ignore":
                     body = _known_fields(self.body_field.field_info.annotation, body)
                 request._body = body  # FastAPI reads it from here
                 return await handle(request)
