@@ -16,7 +16,6 @@ from support.tables import rows
 from tinygpt import LLM
 from tinygpt.text.chat import PlainTemplate
 
-
 # A route, a body, the status of the reply, and a word of it.
 CASES = rows("""
 POST /v1/completions | {"prompt": "a", "max_tokens": 1} | 200 | finish_reason

@@ -22,8 +22,8 @@ from .step_loop import CALL_SECONDS, Closable, StepLoop
 T = TypeVar("T")
 
 
-class RequestFuture(ThreadFuture[Any]):
-    """The result of a request: a RequestOutput, or what the request makes of it."""
+class RequestFuture(ThreadFuture[RequestOutput]):
+    """The result of a request: a RequestOutput, or what the request's `result_of` makes of it."""
 
     def __init__(self, request: Request):
         super().__init__()
