@@ -253,11 +253,13 @@ class LLM(Front[RequestFuture], LookMethods):
         edits: an Edit or a list of them, whose "new" is after the prompt.
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
-        self.engine.check_open()
-        requests = self._inputs.scoring_requests(
-            prompt, continuations, soft_prompt, split_special_tokens, edits
-        )
+        requests = self._scoring_requests(prompt, continuations, soft_prompt, split_special_tokens, edits)
         return self._results(requests)
+
+    def _scoring_requests(self, *arguments: Any) -> list[Request]:
+        """Return a request for the ContinuationScore of each continuation, of `score`'s arguments."""
+        self.engine.check_open()
+        return self._inputs.scoring_requests(*arguments)
 
     def check_health(self) -> None:
         """Raise TinyGPTError if the engine's last step failed, RequestError once the LLM is closed."""

@@ -205,6 +205,7 @@ class InputProcessor:
 
         def finish(output: RequestOutput) -> Any:
             (sample,) = output.outputs
+            captures.restart()  # the sample alone has the arrays
             return sample.activations if result_of is None else result_of(sample.activations)
 
         params = SamplingParams(max_tokens=0, edits=edits)

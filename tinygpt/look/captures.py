@@ -291,6 +291,7 @@ class Captures(Part):
 
     def restart(self) -> None:
         self.rows.clear()
+        self._activations = None
 
     def sample_fields(self, sequence: Any) -> dict[str, Any]:
         if not self.sources:

@@ -201,7 +201,12 @@ class LookMethods:
         ]
 
     def _look(self, what: str, prompts: list, names: "Names", edits: "EditsType") -> "list[Activations]":
-        """Return Activations of each prompt, with the logits next to the names."""
+        return self._results(self._looking_requests(what, prompts, names, edits))
+
+    def _looking_requests(
+        self, what: str, prompts: list, names: "Names", edits: "EditsType"
+    ) -> "list[Request]":
+        """Return a request for Activations of each prompt, with the logits next to the names. Raise RequestError."""
         self.engine.check_open()
         ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompts]
         edits = SamplingParams(edits=edits).edits
@@ -210,7 +215,7 @@ class LookMethods:
             captures = self._inputs.captures(names, edits, len(ids), len(ids), len(ids_of_prompts))
             captures.add_logits()
             requests.append(self._inputs.reading_request(ids, captures, None, edits))
-        return self._results(requests)
+        return requests
 
 
 def _some(field: str, prompts: Prompts) -> list:

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -23,7 +22,7 @@ from ..engine.sequence import Request as EngineRequest
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
 from ..look.edits import salt_of
-from ..outputs import RequestOutput, ThreadFuture
+from ..outputs import ThreadFuture
 from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
@@ -31,8 +30,8 @@ from .chats import Chat, ChatRequest, Responses, ResponsesRequest
 from .config import ServerConfig
 from .monitoring import Metrics, RunningRequest
 from .refusals import RETRY, ApiError, from_engine
-from .replies import SSE, Completion, EventStream, Generation, Job, TokenNames
-from .turns import InTurn, Turns, in_slices, json_reply, read_apart, while_connected, whole
+from .replies import Completion, EventStream, Generation, Job, TokenNames
+from .turns import Turns, in_slices, json_reply, read_apart, while_connected
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -42,7 +41,6 @@ BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until t
 
 Pair = tuple[Prompt, SamplingParams]
 Make = Callable[[ToCall], list[EngineRequest]]
-Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 Handler = TypeVar("Handler", bound=Callable)
 JobKind = TypeVar("JobKind", bound=Job)
 
@@ -69,7 +67,6 @@ class Api:
         self._running: WeakSet[RunningRequest] = WeakSet()
         self._first: dict[int, float] | None = None
         self.turns = Turns()
-        self.in_turn = InTurn(self.turns, self.check_open, llm.engine.engine_config.max_queue)
         try:
             self.names = TokenNames(llm.tokenizer)
         except CheckpointError:
@@ -126,12 +123,12 @@ class Api:
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
         most = max((count for count in counts if count is not None), default=None)
-        fields = {"max_tokens": max(max_tokens, 1), "logprobs": form.logprobs, "prompt_logprobs": most}
+        fields = {"max_tokens": max_tokens, "logprobs": form.logprobs, "prompt_logprobs": most}
         job = await self._job(Completion, prompts, form, request, **fields)
         params = job.params
         if form.echo and form.logprobs is not None and params.soft_prompt is None:
             job.first = await self._first_logprobs()
-        return await self._answer(job, request, None if max_tokens else self._scored)
+        return await self._answer(job, request)
 
     @route("/v1/chat/completions", "POST")
     async def chat(self, form: ChatRequest, request: Request) -> Response:
@@ -190,22 +187,18 @@ class Api:
         }
         return kind(head, form, prompts, params, self.names)
 
-    async def _answer(self, job: Job, request: Request, run: Run | None = None) -> Response:
-        """Reply with a job's outputs, whole or as events. run: makes outputs without new tokens, which come at once."""
-        if run is not None and (job.params.capture or job.params.edits):
-            raise ApiError(400, "capture, edits and steer need max_tokens of 1 or more.", "max_tokens")
+    async def _answer(self, job: Job, request: Request) -> Response:
+        """Reply with a job's outputs, whole or as events."""
         size = self._reply_bytes(job) + BYTES_OF_PROMPT * len(request._body)
         make = partial(self._requests, [(prompt, job.params) for prompt in job.prompts])
         write = self.turns.in_one_thread if job.params.capture else in_slices
         with ExitStack() as stack:
             stack.enter_context(self.turns.holding(size))
-            if job.form.stream and run is None:
+            if job.form.stream:
                 work = await self._start(make, True, request, job.params)
                 stack.callback(self._end, request, work)
                 return EventStream(job, work, write, stack.pop_all().close)
-            outputs = await (run(job, request) if run else self.run(make, request, job.params))
-            if job.form.stream:
-                return Response(await whole(job.all_events(outputs), write), headers=SSE)
+            outputs = await self.run(make, request, job.params)
             return await json_reply(job.record(outputs), write)
 
     def _reply_bytes(self, job: Job) -> int:
@@ -222,21 +215,10 @@ class Api:
         if job.params.capture or job.params.edits:
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
             count = len(job.prompts) * job.params.num_samples
-            length = longest + job.params.max_tokens - 1
+            length = longest + max(job.params.max_tokens - 1, 0)
             captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
             size += count * captures.num_bytes(length)
         return size
-
-    async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
-        """Return the outputs of max_tokens 0."""
-        if job.params.guidance is not None:  # the scoring requests have none
-            await self.turns.in_grammar_thread(partial(self.llm._inputs.check_guide, job.params))
-        bos = self.llm.config.bos_token_id
-        pairs = [scoring_request(prompt, job.params, bos) for prompt in job.prompts]
-        outputs = await self.run(partial(self._requests, pairs), request)
-        return [
-            scored(prompt, job.params, output) for prompt, output in zip(job.prompts, outputs, strict=True)
-        ]
 
     async def run(self, make: Make, request: Request, params: SamplingParams | None = None) -> list[Any]:
         """Return the outputs of the engine's requests that `make` returns. params: as in `thread_for`."""
@@ -245,6 +227,16 @@ class Api:
             return await work.outputs()
         finally:
             self._end(request, work)
+
+    async def read_all(self, make: Callable[[], list[EngineRequest]], request: Request) -> list[Any]:
+        """Return the results of requests that read prompts, of any number: as many wait at once as run together."""
+        left = await read_apart(request, make)
+        count = self.llm.engine.engine_config.max_num_seqs
+        results = []
+        while left:
+            some, left = left[:count], left[count:]
+            results += await self.run(lambda _, some=some: some, request)
+        return results
 
     async def _start(
         self, make: Make, stream: bool, request: Request, params: SamplingParams | None
@@ -274,8 +266,10 @@ class Api:
         ended = work.finish()
         self.metrics.observe(ended, work.token_gaps())
         firsts = [progress.metrics.time_to_first_token for progress, _ in ended]
-        request.state.notes |= {
-            "prompt_tokens": sum(progress.num_prompt_tokens for progress, _ in ended),
+        notes = request.state.notes  # also of earlier prompts of the body
+        earlier = notes.get("prompt_tokens", 0)
+        notes |= {
+            "prompt_tokens": earlier + sum(progress.num_prompt_tokens for progress, _ in ended),
             "completion_tokens": sum(progress.num_new_tokens for progress, _ in ended),
             "queue": round(max((progress.metrics.queue_time for progress, _ in ended), default=0.0), 6),
             "ttft": min((round(first, 6) for first in firsts if first is not None), default=None),
@@ -353,7 +347,7 @@ class Api:
         """Return log probabilities of all tokens after BOS alone, computed once; None without a BOS token."""
         bos = self.llm.config.bos_token_id
         if self._first is None and bos is not None:
-            params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+            params = SamplingParams(max_tokens=0, prompt_logprobs=-1)
             output = await asyncio.wrap_future(self.llm.submit(Prompt(None, [bos, bos]), params))
             self._first = output.prompt_logprobs[1]
         return self._first
@@ -362,29 +356,3 @@ class Api:
 def listed(prompts: Any) -> list[Any]:
     """Return the prompts of a text, a list of ids, or a list of either."""
     return prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts or ""]
-
-
-def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:
-    """Return the request for max_tokens 0: the prompt without its last token, which alone is allowed."""
-    context = prompt.token_ids[:-1] or [prompt.token_ids[0] if bos is None else bos]
-    forced = SamplingParams(
-        max_tokens=1,
-        allowed_token_ids=prompt.token_ids[-1:],
-        logprobs=params.prompt_logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        max_time=params.max_time,
-        soft_prompt=params.soft_prompt,
-    )
-    return replace(prompt, token_ids=context), forced
-
-
-def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> RequestOutput:
-    """Return the prompt's output without new tokens, from its scoring request's output."""
-    [forced] = output.outputs
-    logprobs = None
-    if output.prompt_logprobs is not None:
-        last = forced.logprobs or []
-        logprobs = [*output.prompt_logprobs[: len(prompt.token_ids) - len(last)], *last]
-    empty = replace(forced, text="", token_ids=[], finish_reason="length", stop_reason=None, logprobs=[])
-    samples = [replace(empty, index=i) for i in range(params.n)]
-    return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=logprobs)

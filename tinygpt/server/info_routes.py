@@ -1,5 +1,6 @@
 """InfoRoutes: the routes that generate no text: embeddings, scores, tokenizer, models, health, metrics."""
 
+import asyncio
 import base64
 import secrets
 import time
@@ -101,7 +102,7 @@ class InfoRoutes:
             message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
             raise ApiError(400, message, "dimensions")
         prompts, count = await self._inputs(form.input, form, request, "input")
-        vectors = await self._vectors(prompts, form.pooling)
+        vectors = await self._vectors(prompts, form.pooling, request)
         if form.encoding_format == "float":
             written = vectors.tolist()
         else:
@@ -119,8 +120,8 @@ class InfoRoutes:
             raise ApiError(400, message, "text_1")
         first_prompts, count_1 = await self._inputs(form.text_1, form, request, "text_1")
         second_prompts, count_2 = await self._inputs(form.text_2, form, request, "text_2")
-        first = (await self._vectors(first_prompts, form.pooling)).astype(np.float64)
-        second = (await self._vectors(second_prompts, form.pooling)).astype(np.float64)
+        first = (await self._vectors(first_prompts, form.pooling, request)).astype(np.float64)
+        second = (await self._vectors(second_prompts, form.pooling, request)).astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
         cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)  # (N,)
@@ -132,11 +133,10 @@ class InfoRoutes:
     async def classify(self, form: ClassifyRequest, request: Request) -> Response:
         """Return the label of each text and its probabilities, or those of each token."""
         prompts, count = await self._inputs(form.input, form, request, "input")
-        classes = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
+        make = partial(self._llm._classifying_requests, prompts)
+        classes = await self._api.read_all(make, request)
         names = "label", "probs", "num_classes"
-        data = (
-            {"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(classes)
-        )
+        data = ({"index": i} | {name: getattr(one, name) for name in names} for i, one in enumerate(classes))
         return await self._list(form, data, count, "classify-")
 
     @route("/lens", "POST")
@@ -146,28 +146,32 @@ class InfoRoutes:
             raise ApiError(400, "/lens needs a server that was started with --look.")
         [prompt], _ = await self._inputs(form.prompt, form, request, "prompt")
 
-        def look() -> dict[str, Any]:
-            _, cache = self._llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
+        names = ["resid_post", "pattern"]
+        make = partial(self._llm._looking_requests, "activations", [prompt.token_ids], names, ())
+        [activations] = await self._api.read_all(make, request)
+
+        def describe() -> dict[str, Any]:
             layers = range(self._llm.config.n_layer)
-            residuals = np.stack([cache["resid_post", i][0, -1] for i in layers])  # (L, C)
+            residuals = np.stack([activations[f"blocks.{i}.hook_resid_post"][-1] for i in layers])  # (L, C)
             logprobs = numbers.log_softmax(self._llm.logit_lens(residuals))  # (L, V)
             pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
             best = [{"token": self._api.names.name(i), "logprob": row[i].item()} for i, row in pairs]
-            attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
+            maps = [activations[f"blocks.{i}.attn.hook_pattern"] for i in layers]  # (H, T, T) each
+            attention = np.stack([of_layer[:, -1] for of_layer in maps])  # (L, H, T)
             return {"layers": best, "attention": attention.astype(np.float64).round(4).tolist()}
 
-        return await json_reply(*await self._api.in_turn([look]))
+        return await json_reply(await asyncio.to_thread(describe))
 
     @route("/score_continuations", "POST")
     async def score_continuations(self, form: ContinuationsRequest, request: Request) -> Response:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
         is_split = form.split_special_tokens is not False
-        score = partial(
-            self._llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split
+        make = partial(
+            self._llm._scoring_requests, form.prompt or "", form.continuations, form.soft_prompt, is_split
         )
         await request.state.reading.aclose()
-        scores = await self._api.in_turn([partial(score, [text]) for text in form.continuations])
-        return await json_reply({"scores": (record_to_json(record) for [record] in scores)})
+        scores = await self._api.read_all(make, request)
+        return await json_reply({"scores": (record_to_json(score) for score in scores)})
 
     @route("/tokenize", "POST")
     async def tokenize(self, form: TokenizeRequest, request: Request) -> Response:
@@ -268,13 +272,12 @@ class InfoRoutes:
             raise self._api.too_long(f"{field} has one of {longest}", field)
         await request.state.reading.aclose()
         count = sum(len(prompt.token_ids) for prompt in prompts)
-        request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
         return prompts, count
 
-    async def _vectors(self, prompts: list[Prompt], pooling: str) -> np.ndarray:
+    async def _vectors(self, prompts: list[Prompt], pooling: str, request: Request) -> np.ndarray:
         """Return the embeddings, (N, C) float32."""
-        embeddings = [partial(self._llm.embed, prompt, pooling) for prompt in prompts]
-        return np.concatenate(await self._api.in_turn(embeddings))
+        make = partial(self._llm._embedding_requests, prompts, pooling)
+        return np.stack(await self._api.read_all(make, request))
 
     async def _list(self, form: Any, data: Iterable[Any], count: int, prefix: str = "") -> Response:
         """prefix: of an id, which embeddings do not have."""

@@ -97,9 +97,9 @@ class RunningRequest(AsyncRequests):
             progress = future.request.progress()
             reasons = ["abort"]
             if future.done() and not future.cancelled() and not future.exception():
-                samples = future.result().outputs
+                samples = getattr(future.result(), "outputs", ())  # of texts, not of embeddings or scores
                 progress = replace(progress, num_new_tokens=sum(len(sample.token_ids) for sample in samples))
-                reasons = [sample.finish_reason for sample in samples]
+                reasons = [sample.finish_reason for sample in samples] or ["length"]
             ended.append((progress, reasons))
         self.end()
         return ended

@@ -9,7 +9,6 @@
 | the first request with DRY | 0.1 s | in a thread: `thread_for` | nothing |
 | JSON of a reply | seconds, with the GIL | in the loop, SLICE_SECONDS each: `in_slices` | nothing |
 | arrays of `capture` | seconds, as they are written | in a thread: `in_one_thread` | its turn |
-| embeddings, classes, scores | a pass for each text | in a thread: `InTurn` | its turn, for a text |
 
 All bodies, and replies until clients have read them, hold bytes of MAX_HELD: `holding`.
 """
@@ -183,31 +182,3 @@ def json_parts(value: Any) -> Iterator[str]:
         yield "}"
     else:
         yield to_json(value)
-
-
-class InTurn:
-    """Calls of the model that are no requests of the engine: embeddings, classes, scores and looks."""
-
-    def __init__(self, turns: Turns, check_open: Callable[[], None], max_queue: int | None):
-        self._turns = turns
-        self._check_open = check_open
-        self._max_queue = max_queue
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
-
-    async def __call__(self, calls: list[Callable[[], Result]]) -> list[Result]:
-        """Return the calls' results. Each runs in a thread, between the calls of other requests."""
-        self._check_open()
-        if self._max_queue is not None and self._num_waiting >= self._max_queue:
-            raise ApiError(429, "too many requests are waiting.", code="queue_full", **RETRY)
-        self._num_waiting += 1
-        try:
-            results = []
-            for call in calls:
-                async with self._turn:
-                    if self._turns.shutdown_error is not None:
-                        raise self._turns.shutdown_error
-                    results.append(await asyncio.to_thread(call))
-            return results
-        finally:
-            self._num_waiting -= 1
