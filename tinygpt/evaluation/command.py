@@ -364,7 +364,8 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     def ids_of(record: streams.PromptRecord) -> list[int]:
-        return llm._read_ids("logits", llm.read_prompt(record.prompt, record.split_special_tokens).token_ids)
+        prompt = llm.read_prompt(record.prompt, record.split_special_tokens)
+        return llm._inputs.read_ids("logits", prompt.token_ids)
 
     records = streams.read_prompts(path, SamplingParams())
     if not records:
