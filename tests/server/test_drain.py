@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.gate import Gate, Held
+from support.gate import Gate
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
@@ -125,19 +125,17 @@ def test_work_of_all_kinds_is_refused_before_its_prompt_is_read(llm, monkeypatch
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypatch, ends):
-    """ends: the thread does before the reply."""
-    embed = Held(llm.embed)
-    monkeypatch.setattr(llm, "embed", embed)
+    """ends: the step does before the reply."""
     monkeypatch.setattr(app, "FLUSH_SECONDS", 0.1)
-    with served(llm, drain_seconds=0.05) as server:
-        client = server.begin("/v1/embeddings", input=["a", "b"])
-        assert embed.called.wait(60)
+    with served(llm, drain_seconds=0.05) as server, llm.engine.wrapped(Gate) as gate:
+        client = server.begin("/v1/embeddings", input=["a"] * 9)
+        gate.wait_until_asked(1)
         server.terminate()
         until(lambda: server.api.turns.shutdown_error)
         if ends:
-            embed.release.set()
+            gate.allow(1)
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
-        embed.release.set()
+        gate.allow(1)
 
 
 STUCK = """

@@ -115,7 +115,7 @@ WORDS = [" the" * 400] * 4
     ("body", "field", "count"),
     [
         ({"prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs", 128 * 4 * 400 * 21),
-        ({"logprobs": 20, "echo": True, "max_tokens": 0}, "logprobs", 128 * 4 * (400 + 1) * 21),
+        ({"logprobs": 20, "echo": True, "max_tokens": 0}, "logprobs", 128 * 4 * 400 * 21),
         ({"logprobs": 20, "max_tokens": 100, "stream": True}, "logprobs", 128 * 4 * 100 * 21),
     ],
 )

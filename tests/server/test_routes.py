@@ -9,7 +9,7 @@ import pytest
 
 import tinygpt
 from support.engines import sample_of
-from support.gate import Held
+from support.gate import Gate
 from support.golden_models import SMALL, add_tensors, write_lora
 from support.serving import served, until
 from support.tables import rows
@@ -187,19 +187,28 @@ def test_scores_are_cosines_of_embeddings(server, llm, pooling):
     assert same["usage"]["prompt_tokens"] == 2 * len(llm.tokenizer.encode("a wolf"))
 
 
-def test_too_many_wait_for_their_turn(server, llm):
-    """What is no generation has no slot, and yet cannot wait without limit."""
-    embed = Held(llm.embed)
-    with ThreadPoolExecutor() as clients, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "embed", embed)
-        asked = [clients.submit(server.ask, "/v1/embeddings", {"input": "a"}) for _ in range(3)]
-        assert embed.called.wait(60)
-        until(lambda: server.api.in_turn._num_waiting == 3)
+def test_too_many_wait(server, llm):
+    """4 run and 3 wait; a body of more texts than run together has room for the first of them, and keeps it."""
+    with ThreadPoolExecutor() as clients, llm.engine.wrapped(Gate) as gate:
+        asked = [clients.submit(server.ask, "/v1/embeddings", {"input": ["a"] * n}) for n in (9, 1, 1, 1)]
+        until(lambda: len(llm.engine._queued) == 7)
         for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/embeddings", {"input": "a"})):
             reply = server.ask(path, body)
             assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-        embed.release.set()
-        assert [each.result().status for each in asked] == [200] * 3
+        gate.allow(float("inf"))
+        replies = [reply.result() for reply in asked]
+    assert [reply.status for reply in replies] == [200] * 4
+    assert [len(reply.json["data"]) for reply in replies] == [9, 1, 1, 1]
+
+
+def test_a_client_that_leaves_ends_its_embeddings(server, llm):
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin("/v1/embeddings", input=["Once upon a time"] * 50)
+        gate.wait_until_asked(1)
+        client.close()
+        until(lambda: not llm.engine._queued)
+        gate.allow(float("inf"))
+    assert gate.num_taken <= 1
 
 
 def test_the_description_holds_the_limits_of_this_model(server, llm):

@@ -91,11 +91,15 @@ class Engine:
             future.add_done_callback(self._on_done)
         self._post(partial(self._start, futures))
 
-    def submit_queued(self, futures: list[RequestFuture]) -> None:
-        """Run requests that count against max_queue. Raise QueueFullError if there is no room for all."""
+    def submit_queued(self, futures: list[RequestFuture], is_admitted: bool = False) -> None:
+        """Run requests that count against max_queue. Raise QueueFullError if there is no room for all.
+
+        is_admitted: others of the same caller had room.
+        """
         self.check_open()
         with self._lock:
-            self._check_room(sum(len(future.request.sequences) for future in futures))
+            if not is_admitted:
+                self._check_room(sum(len(future.request.sequences) for future in futures))
             self.submit(futures)
             self._queued.update(futures)  # last: after an interrupt none may count that never ends
 

@@ -220,9 +220,15 @@ class Api:
             size += count * captures.num_bytes(length)
         return size
 
-    async def run(self, make: Make, request: Request, params: SamplingParams | None = None) -> list[Any]:
+    async def run(
+        self,
+        make: Make,
+        request: Request,
+        params: SamplingParams | None = None,
+        is_admitted: bool = False,
+    ) -> list[Any]:
         """Return the outputs of the engine's requests that `make` returns. params: as in `thread_for`."""
-        work = await self._start(make, False, request, params)
+        work = await self._start(make, False, request, params, is_admitted)
         try:
             return await work.outputs()
         finally:
@@ -235,11 +241,16 @@ class Api:
         results = []
         while left:
             some, left = left[:count], left[count:]
-            results += await self.run(lambda _, some=some: some, request)
+            results += await self.run(lambda _, some=some: some, request, is_admitted=bool(results))
         return results
 
     async def _start(
-        self, make: Make, stream: bool, request: Request, params: SamplingParams | None
+        self,
+        make: Make,
+        stream: bool,
+        request: Request,
+        params: SamplingParams | None,
+        is_admitted: bool = False,
     ) -> RunningRequest:
         self.check_open()
         work = RunningRequest(Outbox.of(self.llm), stream)
@@ -247,7 +258,7 @@ class Api:
 
         def submit(on_chunk: ToCall) -> list[ThreadFuture]:
             futures = [*map(RequestFuture, make(on_chunk))]
-            self.llm.engine.submit_queued(futures)  # all, or none
+            self.llm.engine.submit_queued(futures, is_admitted)  # all, or none
             return futures
 
         await work.begin(submit, self.turns.thread_for(request, params))
