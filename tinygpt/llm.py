@@ -19,7 +19,6 @@ from .engine.prompts import (
     prompt_list,
 )
 from .engine.sequence import Request
-from .engine.spec_decode import Drafter, DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError
 from .front import Front
 from .hardware import thread_count
@@ -99,22 +98,19 @@ class LLM(Front[RequestFuture], LookMethods):
 
             self._classifier, note = read_heads(source.checkpoint)
             logger.warning(note)
-        draft = None
+        draft_model = None
         if args.draft_model is not None:
-            drafting = LLMArgs(
-                args.draft_model, args.dtype, args.device, kv_cache_dtype=source.kv_cache_dtype
-            )
-            draft_source = ModelSource.open(drafting)
-            check_draft(args.draft_model, draft_source, source.config)
-            draft = DraftModel(draft_source, engine_config, num_threads)
-        drafter = Drafter(engine_config, draft)
+            from .engine.spec_decode import DraftModel
+
+            draft_model = DraftModel.open(args, source, engine_config, num_threads)
         points = points_of(source, args, None if ranks is None else ranks.seen)
-        self._inputs = InputProcessor(source, args, engine_config, points, ranks is None, drafter)
+        self._inputs = InputProcessor(source, args, engine_config, points, ranks is None, draft_model)
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
             runner = ranks.new_runner(source, args, engine_config)
-        self.engine = Engine(runner, engine_config, owner=self, to_close=[drafter])
+        to_close = [] if draft_model is None else [draft_model]
+        self.engine = Engine(runner, engine_config, owner=self, to_close=to_close)
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"

@@ -24,6 +24,9 @@ class PromptScorer(Part):
     # Of each target so far: id -> log probability.
     entries: list[dict[int, float]] = field(default_factory=list)
 
+    def of_sample(self, index: int) -> "PromptScorer | None":
+        return self if index == 0 else None
+
     @property
     def max_prefix_tokens(self) -> int | float:
         return math.inf if self.is_complete else self.first

@@ -327,7 +327,7 @@ class Captures(Part):
     def num_bytes(self, length: int) -> int:
         return sum(self.points.num_bytes(name, length) for name in self.names)
 
-    def copy(self) -> "Captures":
+    def of_sample(self, index: int) -> "Captures":
         return replace(self, rows={})
 
     def record(self, where: Place, rows: np.ndarray, start: int) -> None:
