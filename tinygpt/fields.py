@@ -306,6 +306,8 @@ TOP_K = FieldRule(
 )
 SEED = optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
 SAMPLES = integer(1, MAX_SAMPLES)
+TENSOR_SIZE = integer(1, 4)  # a CPU's kernels sum four segments of K
+PIPELINE_SIZE = integer(1, 1024)
 BEAM_COUNT = integer(1, MAX_BEAMS)
 PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
 SIGMAS = number(lambda found: -1 <= found < math.inf, "-1 or 0 (off), or a finite number above it")

@@ -36,7 +36,6 @@ from .outputs import (
     in_order,
     until_done,
 )
-from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
 from .weights.config import dtype_name
@@ -79,7 +78,7 @@ class LLM(Front[RequestFuture], LookMethods):
 
     @takes_fields_of(LLMArgs)
     def __init__(self, args: LLMArgs):
-        ranks = _ranks(args.layout)
+        ranks = _ranks(args)
         num_threads = thread_count(args.threads) if ranks is None else ranks.threads(args.threads)
         source = ModelSource.open(args)
         engine_config = args.sizes(source.config, source.backend.MAX_STEP_TOKENS)
@@ -313,15 +312,15 @@ class LLM(Front[RequestFuture], LookMethods):
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 
 
-def _ranks(layout: Layout) -> "Ranks | None":
-    if layout.size == 1:
+def _ranks(args: LLMArgs) -> "Ranks | None":
+    if args.num_ranks == 1:
         return None
     from .ranks.mpi import world_of
 
-    world = world_of(layout)  # before anything takes long
+    world = world_of(args.layout)  # before anything takes long
     from .ranks.lead import join  # which imports the CPU's kernels
 
-    return join(layout, world)
+    return join(args.layout, world)
 
 
 def _single_prompt(prompt: Prompts) -> PromptType:
