@@ -306,7 +306,7 @@ class LLM(Front[RequestFuture], LookMethods):
             raise RequestError(
                 "asks for a search, which has no text until it ends: do not stream it.", "num_beams"
             )
-        if on_chunk is not None and (params.best_of or params.n) > params.n:
+        if on_chunk is not None and params.num_samples > params.n:
             reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)

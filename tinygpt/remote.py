@@ -25,7 +25,7 @@ from .engine.prompts import (
     params_list,
     prompt_list,
 )
-from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
+from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, closed, how_to_install
 from .front import Front
 from .outputs import (
     ContinuationScore,
@@ -62,7 +62,6 @@ FIRST_WAIT, MAX_WAIT = 0.5, 30.0  # seconds between tries; the first doubles eac
 KEEPALIVE_SECONDS = 20.0  # less than the server's, so that a connection is not closed during a request
 MAX_CONTINUATIONS = 256  # of one HTTP request
 OWNER = "RemoteLLM"
-CLOSED = "this RemoteLLM has been closed: make another."
 
 Result = TypeVar("Result")
 
@@ -286,7 +285,7 @@ class _Server:
         check_thread(self._pid, OWNER)
         with self._lock:
             if self._is_closed:
-                raise RequestError(CLOSED)
+                raise closed(OWNER)
             self._loop.call_soon_threadsafe(run)
 
     def ask(self, path: str, parse: Callable[[Any], Result], body: Any = None) -> Result:
@@ -375,7 +374,7 @@ class _Server:
             return await work
         except asyncio.CancelledError:
             if self._is_closed:
-                raise RequestError(CLOSED) from None
+                raise closed(OWNER) from None
             raise
 
     def _cancel(self, task: asyncio.Task) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CheckpointError, RequestError, invalid
+from ..errors import CheckpointError, RequestError, closed, invalid
 from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..outputs import ContinuationScore, OnChunk, RequestOutput, StreamChunk
@@ -363,7 +363,7 @@ class InputProcessor:
                 if self._tokenizer is None:
                     raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
                 if self._is_closed:
-                    raise RequestError("this LLM has been closed: make a new one.")
+                    raise closed("LLM")
                 from .guided import Guidance  # sockets and subprocess: rarely needed
 
                 self._guidance = Guidance(self._tokenizer, self._config.vocab_size, self._has_open_schemas)
