@@ -261,12 +261,26 @@ def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: in
     return placed
 
 
-def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
-    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none."""
+def first_needed_layer(placed: Mapping[Any, list[PlacedEdit]], length: int) -> tuple[int, int]:
+    """Return the last layer whose input an edit sets whole in a text of this length, and from which position on."""
+    set_from = [
+        (layer, edit.first)
+        for (kind, layer), edits in placed.items()
+        for edit in edits
+        if kind == "resid_pre" and edit.sets_all(length)
+    ]
+    return max(set_from, default=(0, 0))
+
+
+def salt_of(edits: Iterable[Edit], num_prompt: int, begin: tuple[int, int]) -> int:
+    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none.
+
+    begin: the first layer that runs, and from which position on.
+    """
     if any(edit.function is not None for edit in edits):
         return secrets.randbits(63)
     keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
-    return int.from_bytes(blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(repr((begin, keys)).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
