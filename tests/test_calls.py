@@ -25,9 +25,10 @@ from tinygpt.bench.report import significant
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import params_of
 from tinygpt.engine import prompts
-from tinygpt.engine.prompts import Fitted, Prompt, VirtualTokens, check_vocabulary, resolve_bad_words
+from tinygpt.engine.prompts import Fitted, Prompt, VirtualTokens, check_vocabulary
 from tinygpt.engine.sampler import Sampler
 from tinygpt.engine.sequence import common_prefix, is_looping
+from tinygpt.engine.words import resolve_bad_words
 from tinygpt.errors import TinyGPTError
 from tinygpt.hardware import thread_count
 from tinygpt.kernels import reference

@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import CheckpointError, RequestError, closed, invalid
 from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
-from ..outputs import ContinuationScore, OnChunk, RequestOutput, StreamChunk
+from ..outputs import OnChunk, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -32,17 +32,12 @@ from .prompts import (
     encode,
     fit,
     prompt_list,
-    resolve_bad_words,
     text_or_ids,
 )
 from .sampling_state import Breakers, Sample, TokenRules
 from .scheduler import SINGLE_USE_IDS
 from .sequence import Request, Sequence, copied
 
-# Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
-MAX_BREAKER = 40
-MAX_REST = 20
-NUM_BREAKERS = 64
 logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from ..look.captures import Captures
@@ -53,6 +48,7 @@ if TYPE_CHECKING:
     from .part import Part
     from .prompt_scorer import PromptScorer
     from .spec_decode import Drafter, DraftModel
+    from .words import BreakerFinder
 
 
 class InputProcessor:
@@ -82,8 +78,7 @@ class InputProcessor:
         self._is_closed = False
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
-        self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
-        self._find_breaker = lru_cache(NUM_BREAKERS)(self._token_sequences)
+        self._breaker_finder: BreakerFinder | None = None  # made for the first of dry_sequence_breakers
         try:
             self._tokenizer = load_tokenizer(source.checkpoint, args.split_special_tokens)
         except CheckpointError as error:  # token ids work without one
@@ -124,12 +119,11 @@ class InputProcessor:
             )
         content = text_or_ids(prompt)
         vocab_size = self._config.vocab_size
-        if not isinstance(content, str):
-            text, token_ids = None, check_ids(content, vocab_size)
-        elif content:
-            text, token_ids = content, encode(content, self.tokenizer, vocab_size, split_special_tokens)
+        text = content if isinstance(content, str) else None
+        if text is None:
+            token_ids = check_ids(content, vocab_size)
         else:
-            text, token_ids = "", []
+            token_ids = encode(text, self.tokenizer, vocab_size, split_special_tokens) if text else []
         if not token_ids:  # some tokenizers leave nothing of white space
             bos_token_id = self._config.bos_token_id
             if bos_token_id is None or not 0 <= bos_token_id < vocab_size:
@@ -186,9 +180,8 @@ class InputProcessor:
         virtual = self._soft_prompts.find(soft_prompt)
         prompt = text_or_ids(prompt)
         params = SamplingParams(max_tokens=0, soft_prompt=soft_prompt, edits=edits)
-        pairs = (
-            self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations)
-        )
+        endings = map(text_or_ids, prompt_list(continuations))
+        pairs = (self._read_pair(prompt, ending, split_special_tokens) for ending in endings)
         return [self._scoring_request(*pair, virtual, params) for pair in pairs]
 
     def captures_of(self, names: "Names", token_ids: list[int]) -> "Captures":
@@ -224,29 +217,22 @@ class InputProcessor:
         params: SamplingParams,
     ) -> Request:
         """Return a request that reads both without the last token."""
+        from .prompt_scorer import PromptScorer
+
         context = [*(virtual.token_ids if virtual else ()), *context]
         total = len(context) + len(continuation)
         most = self._engine_config.max_model_len + 1
         if total > most:
             raise RequestError(
                 f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
-                f"{self._positions}: shorten them to {most} tokens together, the last of which needs no "
-                "position."
+                f"{self._positions}: shorten them to {most} tokens together, the last of which needs no position."
             )
-        from .prompt_scorer import PromptScorer
-
         token_ids = context + continuation[:-1]
         scorer = PromptScorer(len(context) - 1, continuation, num_best=1)
         parts: list[Part] = [scorer]
         if params.edits:
             parts.append(self.captures((), params.edits, len(context), len(token_ids)))
-
-        def score(_: RequestOutput) -> ContinuationScore:
-            best = [next(iter(entry)) for entry in scorer.entries]  # the most probable comes first
-            tokens = None if self._tokenizer is None else self._tokenizer.pieces(continuation)
-            return ContinuationScore(continuation, scorer.logprobs, continuation == best, tokens)
-
-        return reading_request(token_ids, params, parts, score, virtual)
+        return reading_request(token_ids, params, parts, lambda _: scorer.score(self._tokenizer), virtual)
 
     def _fit(self, prompt: PromptType, params: SamplingParams) -> Fitted:
         prompt = self.read_prompt(prompt)
@@ -254,6 +240,8 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise RequestError(f"needs a tokenizer: {self._tokenizer_error} Use stop_token_ids.", "stop")
         if params.bad_words:
+            from .words import resolve_bad_words
+
             known = partial(encode, tokenizer=self.tokenizer, vocab_size=self._config.vocab_size)
             params = resolve_bad_words(params, known)
         self.check_guide(params)
@@ -370,33 +358,16 @@ class InputProcessor:
             return self._guidance
 
     def _breakers(self, params: SamplingParams) -> Breakers:
-        if params.dry_sequence_breakers and self._tokenizer is None:
+        if not params.dry_sequence_breakers:
+            return {}
+        if self._tokenizer is None:
             reason = f"needs a tokenizer: {self._tokenizer_error} Give an empty list."
             raise RequestError(reason, "dry_sequence_breakers")
-        found = {}
-        for text in params.dry_sequence_breakers:
-            for first, rest in self._find_breaker(text[:MAX_BREAKER]):
-                found.setdefault(first, []).append(rest)
-        return found
+        if self._breaker_finder is None:
+            from .words import BreakerFinder
 
-    def _token_sequences(self, text: str) -> set[tuple[int, tuple[int, ...]]]:
-        """Return the first token and the others of each way to write a text, as llama.cpp finds them."""
-        tokenizer = self.tokenizer
-        vocab_size = self._config.vocab_size
-        self._token_texts = self._token_texts or [
-            tokenizer.decode([token_id]) for token_id in range(vocab_size)
-        ]
-        rests = {
-            text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST])
-            for n in range(1, len(text))
-        }
-        ways = set()
-        for token_id, written in enumerate(self._token_texts):
-            if text in written:
-                ways.add((token_id, ()))
-            elif text[0] in written:
-                ways |= {(token_id, rest) for begun, rest in rests.items() if written.endswith(begun)}
-        return ways
+            self._breaker_finder = BreakerFinder(self._tokenizer, self._config.vocab_size)
+        return self._breaker_finder.find(params.dry_sequence_breakers)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

@@ -2,7 +2,7 @@
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -151,13 +151,6 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
             known = f"this model knows ids 0 to {vocab_size - 1}."
             raise RequestError(f"holds token id {outside[0]}, which is outside the vocabulary: {known}", name)
-
-
-def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
-    """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
-    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
-    resolved = (tuple(encode(text)) for text in texts)
-    return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))
 
 
 @dataclass(frozen=True)
