@@ -1,4 +1,4 @@
-"""Rules of the fields of SamplingParams, LLMArgs and ServerConfig: values, words for them, a flag's text."""
+"""Rules of fields, of params, LLMArgs, ServerConfig, edits, sessions: values, words, flags."""
 
 import functools
 import json

@@ -1,7 +1,7 @@
 """LLM: from prompts to text."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from .engine.prompts import (
     Prompt,
     Prompts,
     PromptType,
-    pairs_of,
     params_list,
     prompt_list,
 )
@@ -68,7 +67,7 @@ WARMUP_REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-class LLM(Front[RequestFuture], LookMethods):
+class LLM(Front[RequestFuture, FailedRequestError], LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
@@ -143,23 +142,6 @@ class LLM(Front[RequestFuture], LookMethods):
         """
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
-
-    def generate_as_finished(
-        self,
-        prompts: Prompts,
-        params: Params = None,
-        *,
-        return_exceptions: bool = False,
-        **fields: "Unpack[SamplingKeywords]",
-    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
-        """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
-
-        return_exceptions: yield the error of a failed request in place of its output, and go on with the others.
-        All prompts are checked when this is called. Closing the iterator ends the requests.
-        """
-        self.engine.check_open()
-        pairs = pairs_of(prompts, params, fields)
-        return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
 
     def chat(
         self,
@@ -267,6 +249,12 @@ class LLM(Front[RequestFuture], LookMethods):
         """
         self.engine.close()
         self._inputs.close()
+
+    def _generate(
+        self, pairs: Iterable[tuple[PromptType, SamplingParams]], return_exceptions: bool
+    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
+        self.engine.check_open()
+        return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
 
     def _run(
         self, requests: list[Request], return_exceptions: bool = False

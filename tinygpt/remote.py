@@ -7,7 +7,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from operator import index
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from .engine.prompts import (
-    Params,
     Prompt,
     Prompts,
     PromptType,
     checked_ids,
-    pairs_of,
     params_list,
     prompt_list,
 )
@@ -52,9 +50,7 @@ from .wire import (
 if TYPE_CHECKING:
     import httpx
     import numpy as np
-    from typing_extensions import Unpack
 
-    from .sampling_keywords import SamplingKeywords
 
 KEY_VARIABLE = "TINYGPT_API_KEY"
 BUSY = (429, 503)  # statuses of a server that has not begun the request
@@ -66,7 +62,7 @@ OWNER = "RemoteLLM"
 Result = TypeVar("Result")
 
 
-class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
+class RemoteLLM(Front[ThreadFuture[RequestOutput], TinyGPTError]):
     """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe. A forked child makes its own.
 
     url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.
@@ -112,16 +108,10 @@ class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
             return Prompt(prompt, self.tokenizer.encode(prompt, split_special_tokens))
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
 
-    def generate_as_finished(
-        self,
-        prompts: Prompts,
-        params: Params = None,
-        *,
-        return_exceptions: bool = False,
-        **fields: "Unpack[SamplingKeywords]",
+    def _generate(
+        self, pairs: Iterable[tuple[PromptType, SamplingParams]], return_exceptions: bool
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
-        """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
-        requests = [self._request(*pair) for pair in pairs_of(prompts, params, fields)]
+        requests = [self._request(*pair) for pair in pairs]
         futures = [ThreadFuture(OWNER) for _ in requests]
 
         def begin() -> None:

@@ -112,8 +112,10 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     return params
 
 
-def pairs_of(prompts: Prompts, params: Params, fields: dict[str, Any]) -> Iterable:
-    """fields: the call's keywords."""
+def pairs_of(
+    prompts: Prompts, params: Params, fields: dict[str, Any]
+) -> Iterable[tuple[PromptType, SamplingParams]]:
+    """Return each prompt with its params. fields: the call's keywords."""
     prompts = prompt_list(prompts)
     params = params_or_fields(params, fields)
     return zip(prompts, params_list(params, len(prompts)), strict=True)
