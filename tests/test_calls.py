@@ -24,9 +24,11 @@ from tinygpt import LLM, Edit, RemoteLLM, SamplingParams, wire
 from tinygpt.bench.report import significant
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import params_of
-from tinygpt.engine.prompts import check_vocabulary, fit, resolve_bad_words
+from tinygpt.engine import prompts
+from tinygpt.engine.prompts import Fitted, Prompt, VirtualTokens, check_vocabulary
 from tinygpt.engine.sampler import Sampler
 from tinygpt.engine.sequence import common_prefix, is_looping
+from tinygpt.engine.words import resolve_bad_words
 from tinygpt.errors import TinyGPTError
 from tinygpt.hardware import thread_count
 from tinygpt.kernels import reference
@@ -70,12 +72,18 @@ def flags(text: str) -> SamplingParams:
     return params_of(parse(f"generate {text}"))
 
 
-OWN = (kept, parse, flags, Schema, NoSchema)
+def fit(token_ids: list[int], *limits: Any) -> Fitted:
+    """Fit a prompt whose ids below 0, at its beginning, are of a soft prompt."""
+    virtual = [token_id for token_id in token_ids if token_id < 0]
+    prompt = Prompt(None, token_ids[len(virtual) :])
+    return prompts.fit(prompt, VirtualTokens(virtual, None), *limits)
+
+
+OWN = (kept, parse, flags, fit, Schema, NoSchema)
 TYPES = (LLM, RemoteLLM, SamplingParams, RepetitionDetection, Edit, ContinuationScore, StreamChunk, Sampler)
 FUNCTIONS = (
     check_vocabulary,
     resolve_bad_words,
-    fit,
     is_looping,
     thread_count,
     significant,

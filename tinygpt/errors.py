@@ -61,6 +61,10 @@ def invalid(field: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"is {reprlib.repr(value)} and must be {allowed}.", field, value, allowed)
 
 
+def closed(owner: str) -> RequestError:
+    return RequestError(f"this {owner} has been closed: make a new one.")
+
+
 def suggest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean NEAREST?" for a misspelled name, or "" if none of `names` is near."""
     from difflib import get_close_matches

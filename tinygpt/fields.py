@@ -1,4 +1,4 @@
-"""Rules of the fields of SamplingParams, LLMArgs and ServerConfig: values, words for them, a flag's text."""
+"""Rules of fields, of params, LLMArgs, ServerConfig, edits, sessions: values, words, flags."""
 
 import functools
 import json
@@ -229,16 +229,6 @@ def _functions(value: Any) -> tuple[Callable, ...]:
     return functions
 
 
-def _edits(value: Any) -> tuple:
-    if value is None or (isinstance(value, (list, tuple)) and not value):
-        return ()
-    from .look.edits import Edit  # not needed for --help
-
-    edits = (value,) if isinstance(value, Edit) else tuple(value)
-    need(all(isinstance(edit, Edit) for edit in edits))
-    return edits
-
-
 def _alternatives(value: Any) -> tuple[str, ...]:
     need(not isinstance(value, str))  # its letters are not meant
     return _some(tuple(map(as_unicode, value)))
@@ -275,7 +265,6 @@ NAME = optional(FieldRule("the name of a soft prompt that the LLM was given", as
 ADAPTER = optional(FieldRule("the name of one of the LLM's lora_modules", as_unicode))
 EMBEDDINGS = optional(FieldRule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
 FUNCTIONS = FieldRule("a function or a list of functions, or None", _functions)
-EDITS = FieldRule("an Edit or a list of them, or None", _edits)
 ALTERNATIVES = optional(FieldRule("a list of texts, none of them empty", _alternatives, repeats=True))
 REGEX = optional(FieldRule("a regular expression", as_unicode))
 GRAMMAR = optional(FieldRule("the text of a grammar", as_unicode))
@@ -306,6 +295,8 @@ TOP_K = FieldRule(
 )
 SEED = optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
 SAMPLES = integer(1, MAX_SAMPLES)
+TENSOR_SIZE = integer(1, 4)  # a CPU's kernels sum four segments of K
+PIPELINE_SIZE = integer(1, 1024)
 BEAM_COUNT = integer(1, MAX_BEAMS)
 PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
 SIGMAS = number(lambda found: -1 <= found < math.inf, "-1 or 0 (off), or a finite number above it")

@@ -1,10 +1,10 @@
-"""The calls that an LLM and a RemoteLLM take alike."""
+"""Front: the calls that an LLM and a RemoteLLM take alike."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from .engine.prompts import Params, Prompts, PromptType, params_or_fields, prompt_list
-from .errors import invalid
+from .engine.prompts import Params, Prompts, PromptType, pairs_of, params_or_fields, prompt_list
+from .errors import TinyGPTError, invalid
 from .outputs import OnChunk, RequestOutput, StreamChunk, ThreadFuture, UseTqdm, in_order
 from .sampling_params import SamplingParams
 
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 AnyFront = TypeVar("AnyFront", bound="Front")
 AnyFuture = TypeVar("AnyFuture", bound=ThreadFuture[RequestOutput])
+AnyError = TypeVar("AnyError", bound=TinyGPTError)
 
 
-class Front(Generic[AnyFuture]):
-    """AnyFuture: what `submit` returns."""
+class Front(Generic[AnyFuture, AnyError]):
+    """Reads prompts and params of the calls that make text; a subclass checks and runs them.
 
-    generate_as_finished: Callable[..., Iterator]
+    AnyFuture: what `submit` returns. AnyError: what a request that fails has in place of its output.
+    """
+
     close: Callable[[], None]
+    _generate: Callable[..., Iterator[tuple[int, RequestOutput | AnyError]]]
     _stream: Callable[..., Iterator[StreamChunk]]
     _submit: Callable[..., AnyFuture]
 
@@ -47,6 +51,21 @@ class Front(Generic[AnyFuture]):
         prompts = prompt_list(prompts)
         finished = self.generate_as_finished(prompts, params, **fields)
         return in_order(finished, len(prompts), use_tqdm)
+
+    def generate_as_finished(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        **fields: "Unpack[SamplingKeywords]",
+    ) -> Iterator[tuple[int, RequestOutput | AnyError]]:
+        """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
+
+        return_exceptions: yield the error of a failed request in place of its output, and go on with the others.
+        An LLM checks all prompts when this is called. Closing the iterator ends the requests.
+        """
+        return self._generate(pairs_of(prompts, params, fields), return_exceptions)
 
     def stream(
         self, prompt: PromptType, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"

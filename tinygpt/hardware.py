@@ -1,4 +1,4 @@
-"""The machine: its CPU's name and cores, the process's memory, and how fast memory is read."""
+"""The machine: its CPU's name and cores, the speed of its memory; the process's memory, and its rank under mpiexec."""
 
 import contextlib
 import ctypes
@@ -18,6 +18,12 @@ ROOT = Path("/")
 READ_BYTES = 512 << 20  # far more than any cache
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
+# Variables of MPICH and derivatives, Open MPI, PMIx and Slurm.
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+SLURM_RANK = "SLURM_PROCID"
+SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
 
 
 def thread_count(threads: Any = None) -> int:
@@ -136,3 +142,23 @@ def read_bandwidth(threads: int, size: int = READ_BYTES, repetitions: int = 3) -
     shares = np.array_split(np.ones(size // 8, np.int64), threads)
     with ThreadPoolExecutor(threads) as pool:
         return size / min(seconds() for _ in range(repetitions))
+
+
+def launched_rank() -> int | None:
+    """Return the rank of this process, None if it was started alone."""
+    names = RANKS + (SLURM_RANK,) * (_number(SLURM_SIZE) > 1)
+    return next((_number(name) for name in names if name in os.environ), None)
+
+
+def local_rank() -> int:
+    """Return the number of this process on its host."""
+    return next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank()) or 0
+
+
+def launched_size() -> int:
+    return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0

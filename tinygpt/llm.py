@@ -1,7 +1,7 @@
 """LLM: from prompts to text."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,10 @@ from .engine.prompts import (
     Prompt,
     Prompts,
     PromptType,
-    pairs_of,
     params_list,
     prompt_list,
 )
 from .engine.sequence import Request
-from .engine.spec_decode import Drafter, DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError
 from .front import Front
 from .hardware import thread_count
@@ -37,7 +35,6 @@ from .outputs import (
     in_order,
     until_done,
 )
-from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
 from .weights.config import dtype_name
@@ -70,7 +67,7 @@ WARMUP_REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-class LLM(Front[RequestFuture], LookMethods):
+class LLM(Front[RequestFuture, FailedRequestError], LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
@@ -80,7 +77,7 @@ class LLM(Front[RequestFuture], LookMethods):
 
     @takes_fields_of(LLMArgs)
     def __init__(self, args: LLMArgs):
-        ranks = _ranks(args.layout)
+        ranks = _ranks(args)
         num_threads = thread_count(args.threads) if ranks is None else ranks.threads(args.threads)
         source = ModelSource.open(args)
         engine_config = args.sizes(source.config, source.backend.MAX_STEP_TOKENS)
@@ -99,22 +96,19 @@ class LLM(Front[RequestFuture], LookMethods):
 
             self._classifier, note = read_heads(source.checkpoint)
             logger.warning(note)
-        draft = None
+        draft_model = None
         if args.draft_model is not None:
-            drafting = LLMArgs(
-                args.draft_model, args.dtype, args.device, kv_cache_dtype=source.kv_cache_dtype
-            )
-            draft_source = ModelSource.open(drafting)
-            check_draft(args.draft_model, draft_source, source.config)
-            draft = DraftModel(draft_source, engine_config, num_threads)
-        drafter = Drafter(engine_config, draft)
+            from .engine.spec_decode import DraftModel
+
+            draft_model = DraftModel.open(args, source, engine_config, num_threads)
         points = points_of(source, args, None if ranks is None else ranks.seen)
-        self._inputs = InputProcessor(source, args, engine_config, points, ranks is None, drafter)
+        self._inputs = InputProcessor(source, args, engine_config, points, ranks is None, draft_model)
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
             runner = ranks.new_runner(source, args, engine_config)
-        self.engine = Engine(runner, engine_config, owner=self, to_close=[drafter])
+        to_close = [] if draft_model is None else [draft_model]
+        self.engine = Engine(runner, engine_config, owner=self, to_close=to_close)
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"
@@ -148,23 +142,6 @@ class LLM(Front[RequestFuture], LookMethods):
         """
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
-
-    def generate_as_finished(
-        self,
-        prompts: Prompts,
-        params: Params = None,
-        *,
-        return_exceptions: bool = False,
-        **fields: "Unpack[SamplingKeywords]",
-    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
-        """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
-
-        return_exceptions: yield the error of a failed request in place of its output, and go on with the others.
-        All prompts are checked when this is called. Closing the iterator ends the requests.
-        """
-        self.engine.check_open()
-        pairs = pairs_of(prompts, params, fields)
-        return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
 
     def chat(
         self,
@@ -273,6 +250,12 @@ class LLM(Front[RequestFuture], LookMethods):
         self.engine.close()
         self._inputs.close()
 
+    def _generate(
+        self, pairs: Iterable[tuple[PromptType, SamplingParams]], return_exceptions: bool
+    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
+        self.engine.check_open()
+        return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
+
     def _run(
         self, requests: list[Request], return_exceptions: bool = False
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
@@ -311,21 +294,21 @@ class LLM(Front[RequestFuture], LookMethods):
             raise RequestError(
                 "asks for a search, which has no text until it ends: do not stream it.", "num_beams"
             )
-        if on_chunk is not None and (params.best_of or params.n) > params.n:
+        if on_chunk is not None and params.num_samples > params.n:
             reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 
 
-def _ranks(layout: Layout) -> "Ranks | None":
-    if layout.size == 1:
+def _ranks(args: LLMArgs) -> "Ranks | None":
+    if args.num_ranks == 1:
         return None
     from .ranks.mpi import world_of
 
-    world = world_of(layout)  # before anything takes long
+    world = world_of(args.layout)  # before anything takes long
     from .ranks.lead import join  # which imports the CPU's kernels
 
-    return join(layout, world)
+    return join(args.layout, world)
 
 
 def _single_prompt(prompt: Prompts) -> PromptType:

@@ -10,13 +10,15 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from .errors import RequestError
-from .fields import FieldRule, as_integer, need, own_names, read_field
+from .fields import PIPELINE_SIZE, TENSOR_SIZE, FieldRule, as_integer, need, own_names, read_field
 from .hardware import THREADS
-from .ranks.mpi import PIPELINE_SIZE, TENSOR_SIZE, Layout
 from .weights.config import DTYPES, ModelConfig, dtype_name
+
+if TYPE_CHECKING:
+    from .ranks.mpi import Layout
 
 # Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64
@@ -205,13 +207,19 @@ class LLMArgs:
                 "a token of every step, so raise the one or lower the other.",
                 "max_num_batched_tokens",
             )
-        if self.layout.size > 1 and self.lora_modules:
+        if self.num_ranks > 1 and self.lora_modules:
             raise RequestError(
                 "is given with ranks that share the model: merge one with lora.", "lora_modules"
             )
 
     @property
-    def layout(self) -> Layout:
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def layout(self) -> "Layout":
+        from .ranks.mpi import Layout  # not needed for one rank
+
         return Layout(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property

@@ -200,8 +200,8 @@ class Throughput:
         return Throughput(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
-class _Shown:
-    """An output's tokenizer, which notebooks need: no field, so that records and pickles are without it."""
+class _TokenizerSlot:
+    """The tokenizer by which a notebook shows an output: no field, so that records and pickles are without it."""
 
     __slots__ = ("tokenizer",)
 
@@ -210,7 +210,7 @@ class _Shown:
 
 
 @dataclass(frozen=True, repr=False)
-class RequestOutput(_Shown):
+class RequestOutput(_TokenizerSlot):
     """A prompt and its samples. `prompt` is None if token ids were given."""
 
     prompt: str | None

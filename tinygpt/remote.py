@@ -7,7 +7,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from operator import index
@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from .engine.prompts import (
-    Params,
     Prompt,
     Prompts,
     PromptType,
     checked_ids,
-    pairs_of,
     params_list,
     prompt_list,
 )
-from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
+from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, closed, how_to_install
 from .front import Front
 from .outputs import (
     ContinuationScore,
@@ -52,9 +50,7 @@ from .wire import (
 if TYPE_CHECKING:
     import httpx
     import numpy as np
-    from typing_extensions import Unpack
 
-    from .sampling_keywords import SamplingKeywords
 
 KEY_VARIABLE = "TINYGPT_API_KEY"
 BUSY = (429, 503)  # statuses of a server that has not begun the request
@@ -62,12 +58,11 @@ FIRST_WAIT, MAX_WAIT = 0.5, 30.0  # seconds between tries; the first doubles eac
 KEEPALIVE_SECONDS = 20.0  # less than the server's, so that a connection is not closed during a request
 MAX_CONTINUATIONS = 256  # of one HTTP request
 OWNER = "RemoteLLM"
-CLOSED = "this RemoteLLM has been closed: make another."
 
 Result = TypeVar("Result")
 
 
-class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
+class RemoteLLM(Front[ThreadFuture[RequestOutput], TinyGPTError]):
     """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe. A forked child makes its own.
 
     url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.
@@ -113,16 +108,10 @@ class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
             return Prompt(prompt, self.tokenizer.encode(prompt, split_special_tokens))
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
 
-    def generate_as_finished(
-        self,
-        prompts: Prompts,
-        params: Params = None,
-        *,
-        return_exceptions: bool = False,
-        **fields: "Unpack[SamplingKeywords]",
+    def _generate(
+        self, pairs: Iterable[tuple[PromptType, SamplingParams]], return_exceptions: bool
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
-        """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
-        requests = [self._request(*pair) for pair in pairs_of(prompts, params, fields)]
+        requests = [self._request(*pair) for pair in pairs]
         futures = [ThreadFuture(OWNER) for _ in requests]
 
         def begin() -> None:
@@ -286,7 +275,7 @@ class _Server:
         check_thread(self._pid, OWNER)
         with self._lock:
             if self._is_closed:
-                raise RequestError(CLOSED)
+                raise closed(OWNER)
             self._loop.call_soon_threadsafe(run)
 
     def ask(self, path: str, parse: Callable[[Any], Result], body: Any = None) -> Result:
@@ -375,7 +364,7 @@ class _Server:
             return await work
         except asyncio.CancelledError:
             if self._is_closed:
-                raise RequestError(CLOSED) from None
+                raise closed(OWNER) from None
             raise
 
     def _cancel(self, task: asyncio.Task) -> None:

@@ -70,6 +70,19 @@ REPETITION = rules.optional(
 )
 
 
+def _edits(value: Any) -> tuple:
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return ()
+    from .look.edits import Edit  # not needed for --help
+
+    edits = (value,) if isinstance(value, Edit) else tuple(value)
+    rules.need(all(isinstance(edit, Edit) for edit in edits))
+    return edits
+
+
+EDITS = FieldRule("an Edit or a list of them, or None", _edits)
+
+
 @rules.documented
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
@@ -340,7 +353,7 @@ class SamplingParams:
         'activations to return: names as "blocks.0.hook_resid_pre", with *, or "z"',
         INSIDE,
     )
-    edits: Any = option(None, rules.EDITS, None, "changes of activations", INSIDE, repr=False)
+    edits: Any = option(None, EDITS, None, "changes of activations", INSIDE, repr=False)
     guided_choice: Iterable[str] | None = option(
         None, rules.ALTERNATIVES, "TEXT", "exactly this text; given several times, one of them", GUIDED
     )

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from tinygpt import LLM
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli.main import parse
 from tinygpt.errors import RequestError
+from tinygpt.on_ray.batch import setup
 from tinygpt.on_ray.completer import Completer
 
 ENGINE = {"threads": 1, "max_num_seqs": 2}
@@ -92,3 +94,12 @@ def test_what_no_row_could_have_is_refused(completer):
         Completer({"wisdom": 3}, model="demo")
     with pytest.raises(RequestError, match="max_queue is for callers who can come again"):
         Completer(model="demo", max_queue=3)
+
+
+def test_the_driver_checks_requests_without_weights():
+    _, inputs = setup(parse(["generate", "--input", "prompts.jsonl", "--ray", "1", "--threads", "1"]))
+    assert inputs.request("The fox", SamplingParams(prompt_lookup_num_tokens=2)).sequences
+    with pytest.raises(
+        RequestError, match="capture and edits need an LLM of one process, without ranks or Ray"
+    ):
+        inputs.request("The fox", SamplingParams(capture="z"))

@@ -176,7 +176,7 @@ def test_runs_are_the_step(sequences, stages):
     for run in runs:
         last = run.positions[run.seq_starts[1:] - 1]
         assert run.context_lens.tolist() == (last + 1).tolist()
-        arrays = [value for name, value in vars(run).items() if name not in ("embeds", "top")]
+        arrays = [value for name, value in vars(run).items() if name not in ("embeds", "drawn_by")]
         assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
     assert max(run.token_ids.size for run in runs) - min(run.token_ids.size for run in runs) <= 1
 

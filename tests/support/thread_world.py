@@ -191,7 +191,7 @@ def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
     lead = RankZeroDriver(running(threads, follow))
-    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda layout: Ranks(lead, layout))
+    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda args: Ranks(lead, args.layout))
     try:
         with LLM(model, **{**sized(layout), **options}) as llm:
             yield llm, threads

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
-from .batch import record_line, run_batch
 from .flags import (
     Command,
     add_color,
@@ -102,6 +101,8 @@ def run(args: argparse.Namespace) -> None:
     _check_combination(args)
     params = params_of(args, edits=_edits(args))
     if args.input is not None:
+        from .batch import run_batch
+
         run_batch(args, params)
     else:
         prompt = _given_prompt(args)
@@ -194,6 +195,8 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
         (output,) = llm.generate([prompt], params)
         finish_reasons = [sample.finish_reason for sample in output.outputs]
         if args.json:
+            from .batch import record_line
+
             emit(record_line(None, args.model, llm.dtype, output))
         else:
             for sample in output.outputs:

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import tinygpt
 
 from ..aliases import HINTS, NOTES, Spelling, as_meant, hint, revalued, translated
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install
-from ..ranks.mpi import Layout, find_mpiexec, launched_rank, local_rank, process_world, world_of
+from ..hardware import launched_rank, local_rank
 from ..weights.errors import printable
 from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Layout
 
 # Modules are imported when their command runs.
 COMMANDS = {
@@ -111,6 +114,8 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Become mpiexec if it has not started this process. Return in rank 0; other ranks follow it, and exit."""
+    from ..ranks.mpi import Layout, process_world, world_of
+
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
@@ -129,7 +134,9 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     join(layout, world)
 
 
-def _launch(layout: Layout, words: Sequence[str]) -> None:
+def _launch(layout: "Layout", words: Sequence[str]) -> None:
+    from ..ranks.mpi import find_mpiexec
+
     mpiexec = find_mpiexec()
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         missing = "mpi4py" if mpiexec else "mpiexec"

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from ..errors import QueueFullError, RequestError, TinyGPTError
+from ..errors import QueueFullError, RequestError, TinyGPTError, closed
 from ..llm_args import EngineConfig
 from ..outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
 from .model_runner import ModelRunner
@@ -75,7 +75,7 @@ class Engine:
         if self._is_broken:
             self._raise_failure()
         if self.is_closed:
-            raise RequestError("this LLM has been closed: make a new one.")
+            raise closed("LLM")
 
     def check_health(self) -> None:
         """Raise TinyGPTError if the last step failed."""

@@ -5,23 +5,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CheckpointError, RequestError, invalid
+from ..errors import CheckpointError, RequestError, closed, invalid
 from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
-from ..outputs import ContinuationScore, OnChunk, RequestOutput, StreamChunk
+from ..outputs import OnChunk, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..weights.config import ModelConfig
 from .model_runner import ModelSource, load_tokenizer
-from .part import Part
-from .prompt_scorer import PromptScorer
 from .prompts import (
     Fitted,
     Prompt,
@@ -34,25 +32,23 @@ from .prompts import (
     encode,
     fit,
     prompt_list,
-    resolve_bad_words,
     text_or_ids,
 )
 from .sampling_state import Breakers, Sample, TokenRules
 from .scheduler import SINGLE_USE_IDS
 from .sequence import Request, Sequence, copied
-from .spec_decode import Drafter
 
-# Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
-MAX_BREAKER = 40
-MAX_REST = 20
-NUM_BREAKERS = 64
 logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
-    from ..look.captures import Activations, Captures
+    from ..look.captures import Captures
     from ..look.edits import EditsType
     from ..look.hooks import HookPoints, Names
     from ..weights.adapters.peft import SoftPrompt
-    from .guided import Guidance
+    from .guided import Guidance, Guide
+    from .part import Part
+    from .prompt_scorer import PromptScorer
+    from .spec_decode import Drafter, DraftModel
+    from .words import BreakerFinder
 
 
 class InputProcessor:
@@ -63,17 +59,17 @@ class InputProcessor:
         source: ModelSource,
         args: LLMArgs,
         engine_config: EngineConfig,
-        points: "Callable[[], HookPoints]",
-        can_look: bool,
-        drafter: Drafter,
+        points: "Callable[[], HookPoints] | None" = None,
+        can_look: bool = False,
+        draft_model: "DraftModel | None" = None,
     ):
-        """can_look: whether requests may have captures and edits of their own."""
+        """points: None if no request reads activations. can_look: whether requests may have captures and edits."""
         self._config = source.config
         self._engine_config = engine_config
         self._positions = describe_positions(engine_config.max_model_len, source.config.n_positions)
         self._points = points
         self._can_look = can_look
-        self._drafter = drafter
+        self._draft_model = draft_model
         self._soft_prompts = SoftPrompts(args.soft_prompts or {}, source.config)
         self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
@@ -82,8 +78,7 @@ class InputProcessor:
         self._is_closed = False
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
-        self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
-        self._find_breaker = lru_cache(NUM_BREAKERS)(self._token_sequences)
+        self._breaker_finder: BreakerFinder | None = None  # made for the first of dry_sequence_breakers
         try:
             self._tokenizer = load_tokenizer(source.checkpoint, args.split_special_tokens)
         except CheckpointError as error:  # token ids work without one
@@ -122,27 +117,28 @@ class InputProcessor:
             raise RequestError(
                 "split_special_tokens is given with a prompt that has been read already: give its text."
             )
-        given, config = text_or_ids(prompt), self._config
-        if not isinstance(given, str):
-            token_ids = check_ids(given, config.vocab_size)
+        content = text_or_ids(prompt)
+        vocab_size = self._config.vocab_size
+        text = content if isinstance(content, str) else None
+        if text is None:
+            token_ids = check_ids(content, vocab_size)
         else:
-            token_ids = (
-                encode(given, self.tokenizer, config.vocab_size, split_special_tokens) if given else []
-            )
+            token_ids = encode(text, self.tokenizer, vocab_size, split_special_tokens) if text else []
         if not token_ids:  # some tokenizers leave nothing of white space
-            if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
+            bos_token_id = self._config.bos_token_id
+            if bos_token_id is None or not 0 <= bos_token_id < vocab_size:
                 raise RequestError(
                     "the prompt is empty and this model has no BOS token to start from: give it some text."
                 )
-            token_ids = [config.bos_token_id]
-        return Prompt(given if isinstance(given, str) else None, token_ids)
+            token_ids = [bos_token_id]
+        return Prompt(text, token_ids)
 
-    def read_ids(self, what: str, given: PromptType) -> list[int]:
+    def read_ids(self, what: str, prompt: PromptType) -> list[int]:
         """Return the ids of a prompt that nothing follows. what: the result, such as "logits"."""
-        given = text_or_ids(given)
-        if not given:
+        content = text_or_ids(prompt)
+        if not content:
             raise RequestError(f"{what} need at least one token id: the list is empty.")
-        token_ids = self.read_prompt(given).token_ids
+        token_ids = self.read_prompt(content).token_ids
         if len(token_ids) > self._engine_config.max_model_len:
             raise RequestError(
                 f"{len(token_ids)} token ids were given, but {self._positions}: give at most "
@@ -152,17 +148,17 @@ class InputProcessor:
 
     def request(self, prompt: PromptType, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
         arrival = time.perf_counter()
-        prompt, virtual, fitted = self._fit(prompt, params)
-        sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
-        if fitted.params.num_beams > 1:
+        fitted = self._fit(prompt, params)
+        params = fitted.params
+        sequences = self._sequences(fitted, self._sample(fitted, arrival, on_chunk))
+        if params.num_beams > 1:
             from .beam_search import Beams
 
-            eos_token_ids = self._eos_token_ids(fitted.params)
-            Beams(sequences, eos_token_ids, partial(self._text_stream, fitted.params))
-        return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
+            Beams(sequences, self._eos_token_ids(params), partial(self._text_stream, params))
+        return Request(fitted.prompt, params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
     def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams) -> int:
-        return self._fit(prompt, params)[2].num_truncated
+        return self._fit(prompt, params).num_truncated
 
     def check_guide(self, params: SamplingParams) -> None:
         """Raise RequestError if no text can follow the grammar. A new grammar can take seconds."""
@@ -184,39 +180,15 @@ class InputProcessor:
         virtual = self._soft_prompts.find(soft_prompt)
         prompt = text_or_ids(prompt)
         params = SamplingParams(max_tokens=0, soft_prompt=soft_prompt, edits=edits)
-        pairs = (
-            self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations)
-        )
+        endings = map(text_or_ids, prompt_list(continuations))
+        pairs = (self._read_pair(prompt, ending, split_special_tokens) for ending in endings)
         return [self._scoring_request(*pair, virtual, params) for pair in pairs]
 
-    def _score_of(self, scorer: PromptScorer) -> ContinuationScore:
-        best = [next(iter(entry)) for entry in scorer.entries]  # the most probable comes first
-        tokens = None if self._tokenizer is None else self._tokenizer.pieces(scorer.targets)
-        return ContinuationScore(scorer.targets, scorer.logprobs, scorer.targets == best, tokens)
-
-    def reading_request(
-        self,
-        token_ids: list[int],
-        captures: "Captures",
-        result_of: "Callable[[Activations], Any] | None",
-        edits: "EditsType" = (),
-    ) -> Request:
-        """Return a request that reads token ids and ends with them, for its activations or a result of them."""
-
-        def finish(output: RequestOutput) -> Any:
-            (sample,) = output.outputs
-            captures.restart()  # the sample alone has the arrays
-            return sample.activations if result_of is None else result_of(sample.activations)
-
-        params = SamplingParams(max_tokens=0, edits=edits)
-        sequence = Sequence(Sample(token_ids, params, 0, frozenset()), parts=(captures,))
-        return Request(Prompt(None, token_ids), params, [sequence], result_of=finish)
-
-    def captures_of(self, names: "Names", token_ids: list[int], edits: "EditsType" = ()) -> "Captures":
+    def captures_of(self, names: "Names", token_ids: list[int]) -> "Captures":
         """Return the captures of a prompt that the engine reads, of any size."""
         from ..look.captures import Captures
 
-        return Captures.of(names, edits, self._points(), len(token_ids), len(token_ids))
+        return Captures.of(names, (), self._points(), len(token_ids), len(token_ids))
 
     def _read_pair(
         self, before: str | list[int], after: str | list[int], split: bool | None
@@ -245,32 +217,31 @@ class InputProcessor:
         params: SamplingParams,
     ) -> Request:
         """Return a request that reads both without the last token."""
+        from .prompt_scorer import PromptScorer
+
         context = [*(virtual.token_ids if virtual else ()), *context]
         total = len(context) + len(continuation)
         most = self._engine_config.max_model_len + 1
         if total > most:
             raise RequestError(
                 f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
-                f"{self._positions}: shorten them to {most} tokens together, the last of which needs no "
-                "position."
+                f"{self._positions}: shorten them to {most} tokens together, the last of which needs no position."
             )
         token_ids = context + continuation[:-1]
         scorer = PromptScorer(len(context) - 1, continuation, num_best=1)
-        parts: tuple[Part, ...] = (scorer,)
+        parts: list[Part] = [scorer]
         if params.edits:
-            parts = scorer, self.captures((), params.edits, len(context), len(token_ids))
-        sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
-        sequence = Sequence(sample, parts=parts)
-        return Request(
-            Prompt(None, token_ids), params, [sequence], result_of=lambda _: self._score_of(scorer)
-        )
+            parts.append(self.captures((), params.edits, len(context), len(token_ids)))
+        return reading_request(token_ids, params, parts, lambda _: scorer.score(self._tokenizer), virtual)
 
-    def _fit(self, prompt: PromptType, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
+    def _fit(self, prompt: PromptType, params: SamplingParams) -> Fitted:
         prompt = self.read_prompt(prompt)
         check_vocabulary(params, self._config.vocab_size)
         if params.stop and self._tokenizer is None:
             raise RequestError(f"needs a tokenizer: {self._tokenizer_error} Use stop_token_ids.", "stop")
         if params.bad_words:
+            from .words import resolve_bad_words
+
             known = partial(encode, tokenizer=self.tokenizer, vocab_size=self._config.vocab_size)
             params = resolve_bad_words(params, known)
         self.check_guide(params)
@@ -284,71 +255,76 @@ class InputProcessor:
         if params.lora_request is not None and params.lora_request not in self._lora_modules:
             raise _unknown("lora_request", params.lora_request, self._lora_modules, "lora_modules")
         virtual = self._soft_prompts.find(params.soft_prompt, params.prompt_embeds)
-        token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
-        fitted = fit(token_ids, params, self._engine_config.max_model_len, self._positions)
-        return prompt, virtual, fitted
+        return fit(prompt, virtual, params, self._engine_config.max_model_len, self._positions)
 
-    def _sequences(
-        self,
-        prompt: Prompt,
-        virtual: VirtualTokens | None,
-        fitted: Fitted,
-        arrival: float,
-        on_chunk: OnChunk | None,
-    ) -> list[Sequence]:
+    def _sample(self, fitted: Fitted, arrival: float, on_chunk: OnChunk | None) -> Sample:
         params = fitted.params
-        eos_token_ids = frozenset(self._eos_token_ids(fitted.params))
-        count = _num_sequences(params)
-        if on_chunk is not None and count < params.n:
+        eos_token_ids = frozenset(self._eos_token_ids(params))
+        if on_chunk is not None and _num_sequences(params) < params.n:
             on_chunk = _for_all_samples(on_chunk, params.n)
-        seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
-        guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
-        rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers, self._unwritten)
-        parts_of = self._parts_of(prompt, virtual, fitted, count)
-        sample = Sample(
+        return Sample(
             fitted.token_ids,
             params,
-            seed,
+            params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length()),
             eos_token_ids,
             deadline=None if params.max_time is None else arrival + params.max_time,
             window=fitted.window,
             on_chunk=on_chunk,
-            soft_prompt=virtual,
+            soft_prompt=fitted.virtual,
             adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
-            token_rules=rules,
+            token_rules=TokenRules.of(
+                params, eos_token_ids, self._config.vocab_size, breakers, self._unwritten
+            ),
         )
+
+    def _sequences(self, fitted: Fitted, sample: Sample) -> list[Sequence]:
+        count = _num_sequences(fitted.params)
+        features = self._drafter(fitted), self._prompt_scorer(fitted), self._captures(fitted, count)
+        parts = [part for part in features if part is not None]
         return [
             Sequence(
                 sample,
                 index,
-                text=self._text_stream(params),
-                guide=None if guided is None else guided.guide(params.guidance, sample.end_token_ids),
-                parts=parts_of(index),
+                text=self._text_stream(fitted.params),
+                guide=self._guide(sample),
+                parts=tuple(own for part in parts if (own := part.of_sample(index)) is not None),
             )
             for index in range(count)
         ]
 
-    def _parts_of(
-        self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, count: int
-    ) -> Callable[[int], tuple[Part, ...]]:
-        """Return a function that gives each of `count` samples its parts."""
+    # A request's features; None for a request without one. Their modules are imported if a request asks for them.
+
+    def _guide(self, sample: Sample) -> "Guide | None":
+        guidance = sample.params.guidance
+        if guidance is None:
+            return None
+        return self._get_guidance(guidance[0]).guide(guidance, sample.end_token_ids)
+
+    def _drafter(self, fitted: Fitted) -> "Drafter | None":
         params = fitted.params
-        shared: tuple[Part, ...] = (self._drafter,) if self._drafter.drafts_for(params) else ()
-        of_first: tuple[Part, ...] = ()
-        if params.prompt_logprobs is not None:  # the first sample finds them for all
-            of_first = (PromptScorer(len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs),)
-        captures = None
-        if params.capture or params.edits:
-            num_prompt = len(fitted.token_ids)
-            length = num_prompt + max(params.max_tokens - 1, 0)
-            captures = self.captures(params.capture, params.edits, num_prompt, length, count)
+        has_own_steps = params.num_beams > 1 or params.capture or params.edits
+        if has_own_steps or (self._draft_model is None and not params.prompt_lookup_num_tokens):
+            return None
+        from .spec_decode import Drafter
 
-        def parts_of(index: int) -> tuple[Part, ...]:
-            own = () if captures is None else (captures.copy(),)
-            return (*shared, *(() if index else of_first), *own)
+        return Drafter(self._engine_config, self._draft_model)
 
-        return parts_of
+    def _prompt_scorer(self, fitted: Fitted) -> "PromptScorer | None":
+        num_best = fitted.params.prompt_logprobs
+        if num_best is None:
+            return None
+        from .prompt_scorer import PromptScorer
+
+        return PromptScorer(fitted.num_virtual, fitted.prompt.token_ids[1:], num_best)
+
+    def _captures(self, fitted: Fitted, count: int) -> "Captures | None":
+        params = fitted.params
+        if not (params.capture or params.edits):
+            return None
+        num_prompt = len(fitted.token_ids)
+        length = num_prompt + max(params.max_tokens - 1, 0)
+        return self.captures(params.capture, params.edits, num_prompt, length, count)
 
     def captures(
         self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
@@ -375,46 +351,42 @@ class InputProcessor:
                 if self._tokenizer is None:
                     raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
                 if self._is_closed:
-                    raise RequestError("this LLM has been closed: make a new one.")
+                    raise closed("LLM")
                 from .guided import Guidance  # sockets and subprocess: rarely needed
 
                 self._guidance = Guidance(self._tokenizer, self._config.vocab_size, self._has_open_schemas)
             return self._guidance
 
     def _breakers(self, params: SamplingParams) -> Breakers:
-        if params.dry_sequence_breakers and self._tokenizer is None:
+        if not params.dry_sequence_breakers:
+            return {}
+        if self._tokenizer is None:
             reason = f"needs a tokenizer: {self._tokenizer_error} Give an empty list."
             raise RequestError(reason, "dry_sequence_breakers")
-        found = {}
-        for text in params.dry_sequence_breakers:
-            for first, rest in self._find_breaker(text[:MAX_BREAKER]):
-                found.setdefault(first, []).append(rest)
-        return found
+        if self._breaker_finder is None:
+            from .words import BreakerFinder
 
-    def _token_sequences(self, text: str) -> set[tuple[int, tuple[int, ...]]]:
-        """Return the first token and the others of each way to write a text, as llama.cpp finds them."""
-        tokenizer = self.tokenizer
-        vocab_size = self._config.vocab_size
-        self._token_texts = self._token_texts or [
-            tokenizer.decode([token_id]) for token_id in range(vocab_size)
-        ]
-        rests = {
-            text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST])
-            for n in range(1, len(text))
-        }
-        ways = set()
-        for token_id, written in enumerate(self._token_texts):
-            if text in written:
-                ways.add((token_id, ()))
-            elif text[0] in written:
-                ways |= {(token_id, rest) for begun, rest in rests.items() if written.endswith(begun)}
-        return ways
+            self._breaker_finder = BreakerFinder(self._tokenizer, self._config.vocab_size)
+        return self._breaker_finder.find(params.dry_sequence_breakers)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:
             return None
         detokenizer = self._tokenizer.detokenizer()
         return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+
+
+def reading_request(
+    token_ids: list[int],
+    params: SamplingParams,
+    parts: "Iterable[Part]",
+    result_of: Callable[[RequestOutput], Any],
+    virtual: VirtualTokens | None = None,
+) -> Request:
+    """Return a request that ends with its prompt."""
+    sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
+    sequence = Sequence(sample, parts=tuple(parts))
+    return Request(Prompt(None, token_ids), params, [sequence], result_of=result_of)
 
 
 class SoftPrompts:
@@ -463,7 +435,7 @@ def _num_sequences(params: SamplingParams) -> int:
     if params.num_beams > 1:
         return params.num_beams
     are_equal = params.max_tokens == 0 or (params.temperature == 0 and not params.logits_processors)
-    return 1 if are_equal else params.best_of or params.n
+    return 1 if are_equal else params.num_samples
 
 
 def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:

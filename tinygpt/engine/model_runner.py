@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
+from ..hardware import local_rank
 from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs, PathOrId
-from ..ranks.mpi import local_rank
 from ..text.files import checked_spec, read_tokenizer, spec_of
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedWeights
@@ -52,7 +52,7 @@ class ModelSource:
     @classmethod
     def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
         """Open the checkpoint once."""
-        number = local_rank() if args.layout.size > 1 else 0
+        number = local_rank() if args.num_ranks > 1 else 0
         backends = [load_backend(args.device, dtype, number) for dtype in dtypes]
         checkpoint = open_checkpoint(args.checkpoint)
         if args.lora is not None:

@@ -17,6 +17,10 @@ class Part:
     can_pause: bool = True  # whether the sequence can be computed again, unseen
     max_prefix_tokens: int | float = math.inf  # that may be copied from other sequences, or remain for them
 
+    def of_sample(self, index: int) -> "Part | None":
+        """Return the part of a request's sample; None if the first sample's serves all."""
+        return self
+
     def acts_on_next(self, sequence: Any) -> bool:
         """Return whether Python acts after the sequence's next token, so that backends take a single step."""
         return False

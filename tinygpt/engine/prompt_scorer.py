@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..kernels.backend import Backend
+from ..outputs import ContinuationScore
 from ..sampling_params import num_best
+from ..text.tokenizer import Tokenizer
 from .part import Part
 from .sampling_state import not_finite
 from .sequence import Sequence
@@ -24,6 +26,9 @@ class PromptScorer(Part):
     # Of each target so far: id -> log probability.
     entries: list[dict[int, float]] = field(default_factory=list)
 
+    def of_sample(self, index: int) -> "PromptScorer | None":
+        return self if index == 0 else None
+
     @property
     def max_prefix_tokens(self) -> int | float:
         return math.inf if self.is_complete else self.first
@@ -35,6 +40,11 @@ class PromptScorer(Part):
     @property
     def logprobs(self) -> list[float]:
         return [entry[target] for target, entry in zip(self.targets, self.entries, strict=False)]
+
+    def score(self, tokenizer: Tokenizer | None) -> ContinuationScore:
+        best = [next(iter(entry)) for entry in self.entries]  # the most probable comes first
+        tokens = None if tokenizer is None else tokenizer.pieces(self.targets)
+        return ContinuationScore(self.targets, self.logprobs, self.targets == best, tokens)
 
     def error(self, sequence: Sequence) -> str | None:
         wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))

@@ -2,7 +2,7 @@
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,10 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     return params
 
 
-def pairs_of(prompts: Prompts, params: Params, fields: dict[str, Any]) -> Iterable:
-    """fields: the call's keywords."""
+def pairs_of(
+    prompts: Prompts, params: Params, fields: dict[str, Any]
+) -> Iterable[tuple[PromptType, SamplingParams]]:
+    """Return each prompt with its params. fields: the call's keywords."""
     prompts = prompt_list(prompts)
     params = params_or_fields(params, fields)
     return zip(prompts, params_list(params, len(prompts)), strict=True)
@@ -153,13 +155,6 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"holds token id {outside[0]}, which is outside the vocabulary: {known}", name)
 
 
-def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
-    """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
-    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
-    resolved = (tuple(encode(text)) for text in texts)
-    return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))
-
-
 @dataclass(frozen=True)
 class Window:
     """The tokens that a sliding sequence still sees: when all positions are full, its oldest tokens leave."""
@@ -178,21 +173,32 @@ class Window:
 
 @dataclass(frozen=True)
 class Fitted:
+    """A request whose tokens have positions."""
+
+    prompt: Prompt
+    virtual: VirtualTokens | None  # of a soft prompt, in front of the prompt
     token_ids: list[int]  # with a window all of the prompt's: logits processors see tokens that have left it
     params: SamplingParams
     num_truncated: int = 0
     window: Window | None = None
 
+    @property
+    def num_virtual(self) -> int:
+        return len(self.virtual or ())
 
-def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, positions: str) -> Fitted:
+
+def fit(
+    prompt: Prompt, virtual: VirtualTokens | None, params: SamplingParams, max_model_len: int, positions: str
+) -> Fitted:
     """Make a request fit as its `overflow` says. Raise RequestError if that is impossible.
 
     positions: their number, as `describe_positions` says it.
     """
-    num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
-    fitted = _by_overflow(token_ids, params, max_model_len, num_fixed)
+    token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
+    whole = Fitted(prompt, virtual, token_ids, params)
+    fitted = _by_overflow(whole, max_model_len)
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
-        raise _too_long(len(token_ids), num_fixed, params, max_model_len, positions)
+        raise _too_long(whole, max_model_len, positions)
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"needs the whole prompt, and of its {len(token_ids)} tokens the overflow {params.overflow!r} leaves out "
@@ -202,21 +208,25 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, positi
     return fitted
 
 
-def _by_overflow(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
-    """num_fixed: tokens of a soft prompt in front."""
+def _by_overflow(whole: Fitted, max_model_len: int) -> Fitted:
+    """Return the request with fewer new tokens, a shorter prompt or a window. It may be too long still."""
+    params = whole.params
+    token_ids = whole.token_ids
     room = max_model_len - len(token_ids)
     match params.overflow:
         case "clamp" if 0 < room < params.max_tokens:
-            shorter = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-            return Fitted(token_ids, shorter)
+            min_tokens = min(params.min_tokens, room)
+            return replace(whole, params=replace(params, max_tokens=room, min_tokens=min_tokens))
         case "truncate":
+            start = whole.num_virtual
             # One token of the prompt stays at least.
-            count = max(0, min(params.max_tokens - room, len(token_ids) - num_fixed - 1))
-            return Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
+            count = max(0, min(params.max_tokens - room, len(token_ids) - start - 1))
+            kept = token_ids[:start] + token_ids[start + count :]
+            return replace(whole, token_ids=kept, num_truncated=count)
         case "slide":
-            window = _window(params, max_model_len, num_fixed)
-            return Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
-    return Fitted(token_ids, params)
+            window = _window(params, max_model_len, whole.num_virtual)
+            return replace(whole, num_truncated=window.num_dropped(len(token_ids)), window=window)
+    return whole
 
 
 def _window(params: SamplingParams, max_model_len: int, num_fixed: int) -> Window:
@@ -232,9 +242,10 @@ def _window(params: SamplingParams, max_model_len: int, num_fixed: int) -> Windo
     return Window(max_model_len, stride, num_fixed)
 
 
-def _too_long(
-    count: int, num_virtual: int, params: SamplingParams, max_model_len: int, positions: str
-) -> RequestError:
+def _too_long(whole: Fitted, max_model_len: int, positions: str) -> RequestError:
+    count = len(whole.token_ids)
+    num_virtual = whole.num_virtual
+    params = whole.params
     virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
     size = f"{count} token{'s' * (count > 1)}{virtual}"
     left = max_model_len - (num_virtual + 1 if params.overflow == "truncate" else count)

@@ -10,13 +10,13 @@ from ..errors import FailedRequestError
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
-from .part import Part
 from .prompts import Prompt
 from .sampling_state import Sample, SamplingState, not_finite
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
     from .guided import Guide
+    from .part import Part
 
 FinishReason = Literal["stop", "length"]
 NO_PROMPT_LOGPROBS = {"prompt_logprobs": None, "prompt_cumulative_logprob": None}
@@ -37,7 +37,7 @@ class Sequence:
     index: int = 0  # within its request
     text: TextStream | None = None  # None if the checkpoint has no tokenizer
     guide: "Guide | None" = None
-    parts: tuple[Part, ...] = ()
+    parts: "tuple[Part, ...]" = ()
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)

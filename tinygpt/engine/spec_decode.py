@@ -11,9 +11,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import RequestError
 from ..kernels.backend import Batch
-from ..llm_args import EngineConfig
-from ..sampling_params import SamplingParams
-from ..weights.config import ModelConfig
+from ..llm_args import EngineConfig, LLMArgs
 from .model_runner import ModelRunner, ModelSource
 from .part import Part
 from .sampler import Sampler
@@ -25,21 +23,13 @@ from .step import Chunk, Step, num_after_first
 class Drafter(Part):
     """Drafts for sequences, as far as a step has room: by prompt lookup, or by the draft model.
 
-    All sequences of an engine share it.
+    All of an engine draft alike: a step asks the first for all its sequences.
     """
 
     def __init__(self, engine_config: EngineConfig, draft_model: "DraftModel | None"):
         self._max_num_tokens = engine_config.max_num_batched_tokens
         self._max_num_logits = engine_config.max_num_logits
         self._draft_model = draft_model
-
-    def drafts_for(self, params: SamplingParams) -> bool:
-        """Return whether a request's sequences may have drafts: the model's or a search's own steps have none."""
-        has_own_steps = params.num_beams > 1 or params.capture or params.edits
-        return not has_own_steps and (self._draft_model is not None or params.prompt_lookup_num_tokens > 0)
-
-    def close(self) -> None:
-        self._draft_model = None
 
     def acts_on_next(self, sequence: Sequence) -> bool:
         return self.num_wanted(sequence) > 0
@@ -143,6 +133,26 @@ class DraftModel:
         self._cached: dict[int, list[int]] = {}  # tokens by slot
         self._plain_samples: WeakKeyDictionary[Sample, Sample] = WeakKeyDictionary()
 
+    @classmethod
+    def open(
+        cls, args: LLMArgs, target: ModelSource, engine_config: EngineConfig, threads: int
+    ) -> "DraftModel":
+        """Open args.draft_model, to draft for `target`. Raise RequestError if it has another vocabulary."""
+        name = args.draft_model
+        source = ModelSource.open(
+            LLMArgs(name, args.dtype, args.device, kv_cache_dtype=target.kv_cache_dtype)
+        )
+        if source.config.vocab_size != target.config.vocab_size:
+            raise RequestError(
+                f"is {name!r} with {source.config.vocab_size} tokens and the model has {target.config.vocab_size}: "
+                "they must have the same vocabulary.",
+                "draft_model",
+            )
+        return cls(source, engine_config, threads)
+
+    def close(self) -> None:
+        self._runner.close()
+
     def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
         ends = [len(s) + self._num_possible(s, count) for s, count in zip(sequences, counts, strict=True)]
         drafts = [self._draft(sequence) for sequence in sequences]
@@ -203,13 +213,3 @@ class DraftModel:
             draft.num_cached += count
             self._cached[draft.slot] = draft.token_ids[: draft.num_cached]
         return logits
-
-
-def check_draft(name: str, source: ModelSource, target: ModelConfig) -> None:
-    """Raise RequestError if the draft model `name` has another vocabulary than the model it drafts for."""
-    if source.config.vocab_size != target.vocab_size:
-        raise RequestError(
-            f"is {name!r} with {source.config.vocab_size} tokens and the model has {target.vocab_size}: they must have "
-            "the same vocabulary.",
-            "draft_model",
-        )

@@ -5,15 +5,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.backend import NO_EMBEDS, Batch, Hooks
 from .model_runner import ModelRunner
-from .part import Part
 from .sampler import Sampler
 from .sequence import Sequence
+
+if TYPE_CHECKING:  # a plain request has none
+    from .part import Part
 
 
 class Chunk(NamedTuple):
@@ -108,7 +110,7 @@ class Step:
         sequences = [self.chunks[i].sequence for i in numbers]
         return logits if len(rows) == len(logits) else logits[rows], sequences
 
-    def parts_by_class(self) -> list[tuple[type[Part], dict[int, Part]]]:
+    def parts_by_class(self) -> "list[tuple[type[Part], dict[int, Part]]]":
         """Return the parts of the chunks by i, of each class, in the order of their turns."""
         by_class: dict[type[Part], dict[int, Part]] = {}
         for i, chunk in enumerate(self.chunks):

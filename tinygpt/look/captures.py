@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..errors import RequestError
 from ..kernels import numbers
 from ..kernels.backend import SCORES, Batch
 from . import LAST_HIDDEN_STATE, LOGITS, OUTPUTS
-from .edits import Edit, PlacedEdit, place, salt_of
+from .edits import Edit, PlacedEdit, first_needed_layer, place, salt_of
 from .hooks import BEFORE, HookPoints, Looked, Names
 
 Place = tuple[str, int]  # a kind of point and a layer
@@ -129,13 +130,17 @@ class ActivationCache(Mapping[str, Any]):
     def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False, **how: Any) -> Any:
         """Return the stream before each layer up to `layer`, or after all (components, B, T, C). how: `_stack`'s."""
         stop = self._stop(layer)
-        last = self._points.config.n_layer
+        num_layers = self._points.config.n_layer
         parts = {}
         for i in range(stop + 1):
-            parts |= {"final_post": ("resid_post", last - 1)} if i == last else {f"{i}_pre": ("resid_pre", i)}
-            if incl_mid if i < stop else how.get("mlp_input"):
-                parts[f"{i}_mid"] = "resid_mid", i
-        return self._stack(stop, {label: self[key] for label, key in parts.items()}, **how)
+            if i < num_layers:
+                parts[f"{i}_pre"] = self["resid_pre", i]
+            else:
+                parts["final_post"] = self["resid_post", i - 1]
+            takes_mid = incl_mid if i < stop else how.get("mlp_input")
+            if takes_mid:
+                parts[f"{i}_mid"] = self["resid_mid", i]
+        return self._stack(stop, parts, **how)
 
     def decompose_resid(
         self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any
@@ -249,24 +254,22 @@ class Captures(Part):
         names = points.find(capture, "capture")
         edits = tuple(edits)
         placed = place(edits, points, num_prompt, length)
-        first = min((one.first for several in placed.values() for one in several), default=length)
-        sources = frozenset(source for name in names for source in points.sources(name))
-        inputs = [
-            (layer, one)
-            for (kind, layer), several in placed.items()
-            if kind == "resid_pre"
-            for one in several
-        ]
         needs_all = names or any(edit.function is not None for edit in edits)  # functions see real rows
-        set_from = [(layer, one.first) for layer, one in inputs if not needs_all and one.sets_all(length)]
-        begin = max(set_from, default=(0, 0))
-        salt = salt_of(edits, num_prompt) ^ begin[0] << 40  # the layers before it write no keys
-        return cls(points, names, placed, first, salt, begin, sources)
+        begin = (0, 0) if needs_all else first_needed_layer(placed, length)
+        return cls(
+            points,
+            names,
+            placed,
+            first_edit=min((edit.first for edit in chain(*placed.values())), default=length),
+            salt=salt_of(edits, num_prompt, begin),  # the layers before `begin` write no keys
+            begin=begin,
+            sources=frozenset(source for name in names for source in points.sources(name)),
+        )
 
     @property
     def can_pause(self) -> bool:
         """False if a function of an edit may count its calls."""
-        return all(placed.edit.function is None for several in self.edits.values() for placed in several)
+        return all(placed.edit.function is None for placed in chain(*self.edits.values()))
 
     @property
     def max_prefix_tokens(self) -> int | float:
@@ -327,7 +330,7 @@ class Captures(Part):
     def num_bytes(self, length: int) -> int:
         return sum(self.points.num_bytes(name, length) for name in self.names)
 
-    def copy(self) -> "Captures":
+    def of_sample(self, index: int) -> "Captures":
         return replace(self, rows={})
 
     def record(self, where: Place, rows: np.ndarray, start: int) -> None:

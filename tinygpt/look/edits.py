@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..fields import FieldRule, need, read_field
 from ..weights.errors import shown
 from ..weights.files import followed
 from .hooks import HookPoints
@@ -51,11 +52,8 @@ class Edit:
             raise invalid("name", self.name, 'a text, as "blocks.0.hook_resid_pre"')
         if self.function is not None and not callable(self.function):
             raise invalid("function", self.function, "a function of rows, or None")
-        for name, (read, allowed) in READERS.items():
-            try:
-                object.__setattr__(self, name, read(getattr(self, name)))
-            except (TypeError, ValueError):
-                raise invalid(name, getattr(self, name), allowed) from None
+        for name, rule in RULES.items():
+            object.__setattr__(self, name, read_field(name, getattr(self, name), rule))
         is_plain = self.keep.size == 1 and self.keep == 1 and not self.value.any()
         if (self.function is not None) + (self.project_out is not None) + (not is_plain) > 1:
             raise RequestError(
@@ -88,13 +86,8 @@ class Edit:
 EditsType = Edit | Iterable[Edit]
 
 
-def _need(is_right: bool) -> None:  # fields.py reads edits
-    if not is_right:
-        raise ValueError
-
-
 def _whole(given: Any) -> int:
-    _need(not isinstance(given, bool))  # of a mask
+    need(not isinstance(given, bool))  # of a mask
     return operator.index(given)
 
 
@@ -102,9 +95,9 @@ def _array(given: Any) -> np.ndarray:
     owner = given if getattr(given, "base", None) is None else given.base
     is_fixed = isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
     is_kept = is_fixed and given.dtype == np.float32 and not given.flags.writeable
-    _need(not np.iscomplexobj(given))
+    need(not np.iscomplexobj(given))
     array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
-    _need(not np.isnan(array).any())
+    need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
 
@@ -113,7 +106,7 @@ def _direction(given: Any) -> np.ndarray | None:
     if given is None:
         return None
     array = _array(given)
-    _need(array.ndim == 1 and array.any())
+    need(array.ndim == 1 and array.any())
     return array
 
 
@@ -121,10 +114,10 @@ def _at(given: Any) -> Any:
     if given is None or (isinstance(given, str) and given == "new"):
         return given
     if isinstance(given, slice):
-        _need(given.step in (None, 1))
+        need(given.step in (None, 1))
         return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
     found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
-    _need(0 < len({*found}) == len(found))
+    need(0 < len({*found}) == len(found))
     return found
 
 
@@ -135,12 +128,15 @@ def _index(given: Any) -> tuple:
     )
 
 
-READERS = {
-    "keep": (_array, "a number or an array of numbers"),
-    "value": (_array, "a number or an array of numbers"),
-    "project_out": (_direction, "a vector that is not zero"),
-    "at": (_at, "None, 'new', a position, a list of positions, each once, or a slice without a step"),
-    "index": (_index, "a whole number, a list of them, a slice, or a tuple of one for each axis"),
+NUMBERS = FieldRule("a number or an array of numbers", _array)
+RULES = {
+    "keep": NUMBERS,
+    "value": NUMBERS,
+    "project_out": FieldRule("a vector that is not zero", _direction),
+    "at": FieldRule(
+        "None, 'new', a position, a list of positions, each once, or a slice without a step", _at
+    ),
+    "index": FieldRule("a whole number, a list of them, a slice, or a tuple of one for each axis", _index),
 }
 
 
@@ -265,12 +261,26 @@ def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: in
     return placed
 
 
-def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
-    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none."""
+def first_needed_layer(placed: Mapping[Any, list[PlacedEdit]], length: int) -> tuple[int, int]:
+    """Return the last layer whose input an edit sets whole in a text of this length, and from which position on."""
+    set_from = [
+        (layer, edit.first)
+        for (kind, layer), edits in placed.items()
+        for edit in edits
+        if kind == "resid_pre" and edit.sets_all(length)
+    ]
+    return max(set_from, default=(0, 0))
+
+
+def salt_of(edits: Iterable[Edit], num_prompt: int, begin: tuple[int, int]) -> int:
+    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none.
+
+    begin: the first layer that runs, and from which position on.
+    """
     if any(edit.function is not None for edit in edits):
         return secrets.randbits(63)
     keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
-    return int.from_bytes(blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(blake2b(repr((begin, keys)).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

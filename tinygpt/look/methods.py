@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..engine.input_processor import InputProcessor
     from ..engine.sequence import Request
     from ..outputs import RequestOutput
-    from .captures import ActivationCache, Activations
+    from .captures import ActivationCache, Activations, Captures
     from .edits import ControlVector, EditsType
     from .hooks import HookPoints, Names
 
@@ -193,12 +193,8 @@ class LookMethods:
 
         what: the result, such as "embeddings".
         """
-        self.engine.check_open()
-        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompts]
-        return [
-            self._inputs.reading_request(ids, self._inputs.captures_of(names, ids), result_of)
-            for ids in ids_of_prompts
-        ]
+        captures_of = partial(self._inputs.captures_of, names)
+        return self._requests_with(captures_of, what, prompts, result_of)
 
     def _look(self, what: str, prompts: list, names: "Names", edits: "EditsType") -> "list[Activations]":
         return self._results(self._looking_requests(what, prompts, names, edits))
@@ -207,14 +203,37 @@ class LookMethods:
         self, what: str, prompts: list, names: "Names", edits: "EditsType"
     ) -> "list[Request]":
         """Return a request for Activations of each prompt, with the logits next to the names. Raise RequestError."""
-        self.engine.check_open()
-        ids_of_prompts = [self._inputs.read_ids(what, prompt) for prompt in prompts]
         edits = SamplingParams(edits=edits).edits
-        requests = []
-        for ids in ids_of_prompts:
-            captures = self._inputs.captures(names, edits, len(ids), len(ids), len(ids_of_prompts))
+
+        def captures_of(token_ids: list[int]) -> "Captures":
+            num_prompt = len(token_ids)
+            captures = self._inputs.captures(names, edits, num_prompt, num_prompt, len(prompts))
             captures.add_logits()
-            requests.append(self._inputs.reading_request(ids, captures, None, edits))
+            return captures
+
+        return self._requests_with(captures_of, what, prompts, edits=edits)
+
+    def _requests_with(
+        self,
+        captures_of: "Callable[[list[int]], Captures]",
+        what: str,
+        prompts: list,
+        result_of: "Callable[[Activations], Any] | None" = None,
+        edits: "EditsType" = (),
+    ) -> "list[Request]":
+        from ..engine.input_processor import reading_request
+
+        def result(captures: "Captures", output: "RequestOutput") -> Any:
+            (sample,) = output.outputs
+            captures.restart()  # the sample alone has the arrays
+            return sample.activations if result_of is None else result_of(sample.activations)
+
+        self.engine.check_open()
+        params = SamplingParams(max_tokens=0, edits=edits)
+        requests = []
+        for ids in [self._inputs.read_ids(what, prompt) for prompt in prompts]:
+            captures = captures_of(ids)
+            requests.append(reading_request(ids, params, [captures], partial(result, captures)))
         return requests
 
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from ..engine.model_runner import ModelRunner, ModelSource, load_backend
 from ..errors import CheckpointError, RequestError, TinyGPTError
+from ..hardware import local_rank
 from ..kernels.backend import NO_EMBEDS, Batch, Hooks
 from ..llm_args import EngineConfig, LLMArgs
-from .mpi import Layout, World, end_all, local_rank, rank_threads
+from .mpi import Layout, World, end_all, rank_threads
 from .rank import SHOWN, RankModel, check_cut, tokens_of
 
 HEAD = 8  # integers of a plan before a batch, or without a model
@@ -55,7 +56,7 @@ def plan_size(sizes: EngineConfig) -> int:
 
 
 def put_batch(plan: np.ndarray, batch: Batch) -> None:
-    """Write a batch without its embeds and `top`: ranks compute all logits."""
+    """Write a batch without its embeds and `drawn_by`: ranks compute all logits."""
     plan[1:4] = batch.token_ids.size, batch.slots.size, batch.logit_rows.size
     *arrays, _, _ = vars(batch).values()
     whole = np.concatenate(arrays)

@@ -1,4 +1,4 @@
-"""Ranks, the processes that mpiexec has started: how they are found, laid out and joined by MPI; imports fast."""
+"""Ranks, the processes that mpiexec has started: how they are laid out and joined by MPI; imports fast."""
 
 import logging
 import os
@@ -14,21 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import INTERRUPTS, RequestError, TinyGPTError, how_to_install
-from ..fields import integer, read_field
-from ..hardware import physical_cores
+from ..fields import PIPELINE_SIZE, TENSOR_SIZE, read_field
+from ..hardware import launched_size, physical_cores
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Variables of MPICH and derivatives, Open MPI, PMIx and Slurm.
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-SLURM_RANK = "SLURM_PROCID"
-SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
-
-TENSOR_SIZE = integer(1, 4)  # a CPU's kernels sum four segments of K
-PIPELINE_SIZE = integer(1, 1024)
 SPIN_SECONDS = 0.005  # of polling without a nap
 FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
@@ -44,26 +35,6 @@ def mpiexec_beside() -> str | None:
 
 def find_mpiexec() -> str | None:
     return mpiexec_beside() or shutil.which("mpiexec")
-
-
-def launched_rank() -> int | None:
-    """Return the rank of this process, None if it was started alone."""
-    names = RANKS + (SLURM_RANK,) * (_number(SLURM_SIZE) > 1)
-    return next((_number(name) for name in names if name in os.environ), None)
-
-
-def local_rank() -> int:
-    """Return the number of this process on its host."""
-    return next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank()) or 0
-
-
-def launched_size() -> int:
-    return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
-
-
-def _number(name: str) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..engine.prompts import PromptType, params_or_fields, text_or_ids
-from ..errors import RequestError
+from ..errors import RequestError, closed
 from ..fields import integer, read_field
 from ..outputs import RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
@@ -127,5 +127,5 @@ class Session:
 
     def _open_tokens(self) -> list[int]:
         if self._tokens is None:
-            raise RequestError("this session has been closed: make a new one.")
+            raise closed("session")
         return self._tokens
