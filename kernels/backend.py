@@ -44,8 +44,8 @@ class Batch:
     context_lens: np.ndarray  # (S,)    positions in the cache after this step
     logit_rows: np.ndarray  # (R,)    tokens whose logits are wanted
     embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j
-    # () -> (R,) or None; if all are above 0, other logits than so many greatest of a row, with ties, may be -inf
-    top: Callable[[], np.ndarray | None] = no_op
+    # () -> Warpers of the R rows, or None; logits that no draw by them takes may be -inf
+    drawn_by: Callable[[], Any] = no_op
 
     @classmethod
     def of(

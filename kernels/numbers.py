@@ -12,6 +12,7 @@ from .backend import WeightError
 
 SCALE_BYTES = 4
 LEVELS = np.float32(127)
+ALL_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0**30  # above it, different logits may be divided to one denormal number
 LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
 
@@ -95,12 +96,16 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 class Warpers(NamedTuple):
-    """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each. A default is off."""
+    """What R rows of logits are drawn by, (R,) float64 each: fields of SamplingParams and `num_tokens`.
+
+    A default is off.
+    """
 
     temperature: Any = 1  # 0: the greatest logit is taken
     top_k: Any = 0
     top_p: Any = 1
     min_p: Any = 0
+    num_tokens: Any = ALL_TOKENS  # a token is drawn from its row's first scores alone: later ids are of none
 
 
 def top_of(warpers: Warpers) -> np.ndarray:

@@ -206,7 +206,7 @@ def call_kernels(dtype: str) -> None:
     logits = cpu.forward(params, batch, kv_cache, workspace)
     if dtype != SHARED:
         return
-    warpers = Warpers(*np.ones((4, 1)))
+    warpers = Warpers(*np.ones((len(Warpers._fields), 1)))
     cpu.sample(logits, warpers, *np.zeros((3, 1), np.uint64))
     cpu.filter_logits(logits, warpers)
     cpu.top_logprobs(logits[0], 0, 1)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..numbers import top_of
 from ..reference.layers import normalize
 from .arrays import Params
 from .jit import inline, kernel
@@ -35,14 +34,14 @@ from .layers.operands import quantize_activations
 from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy
 from .sampling import sample
 from .sampling_rows import MAX_ENDS, choose_greatest, is_last_step
-from .screen import score_tokens, want_top
+from .screen import plan_screen, score_tokens
 from .team import begin_step, join_step
 from .workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> np.ndarray:
     fill(workspace.buffers, batch)
-    want_top(params, workspace.buffers, batch.top)
+    plan_screen(params, workspace.buffers, batch.drawn_by)
     if look is None:
         workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
     else:
@@ -155,7 +154,8 @@ def multi_step(
     buffers = workspace.buffers
     choices = workspace.buffers.choices
     fill(buffers, batch, num_steps if ends.size <= MAX_ENDS else 1)
-    want_top(params, buffers, lambda: top_of(warpers))
+    plan_screen(params, buffers, lambda: warpers)
+    choices.num_tokens[: batch.token_ids.size] = np.minimum(warpers.num_tokens, buffers.logits.shape[1])
     choices.num_ends[0] = min(ends.size, MAX_ENDS)
     choices.ends[: choices.num_ends[0]] = ends[:MAX_ENDS]
     workspace.team.run(take_steps, params, kv_cache, buffers)
@@ -169,7 +169,7 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 def _drawn(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, draws: tuple, num_steps: int
 ) -> Iterator[np.ndarray]:
-    batch = replace(batch, top=lambda: top_of(draws[0]))
+    batch = replace(batch, drawn_by=lambda: draws[0])
     for _ in range(num_steps):
         logits = forward(params, batch, kv_cache, workspace)  # (S, V)
         token_ids = sample(logits, *draws, batch.context_lens)  # (S,)

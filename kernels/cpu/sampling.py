@@ -37,7 +37,9 @@ HALF_BITS = np.uint64(32)
 def sample(logits, warpers, seeds, sample_indices, positions):
     logits = np.ascontiguousarray(logits, np.float32)
     num_drawn = np.count_nonzero(warpers.temperature)
-    token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
+    token_ids = np.empty(len(logits), np.int32)
+    if num_drawn < len(logits):
+        token_ids[:] = _greatest(logits, warpers.num_tokens)
     if num_drawn:
         numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
         _warp_rows(logits, warpers, numbers, token_ids, NO_ROWS, new_buffers(logits.shape[1]))
@@ -49,6 +51,8 @@ def filter_logits(logits, warpers):
     filtered = logits.copy()
     if warpers.temperature.any():
         _warp_rows(logits, warpers, NO_NUMBERS, NO_TOKENS, filtered, new_buffers(logits.shape[1]))
+    for row, num_tokens in zip(filtered, warpers.num_tokens, strict=True):
+        row[int(num_tokens) :] = -np.inf
     return filtered
 
 
@@ -67,10 +71,12 @@ def top_logprobs(logits, token_id, n):
     return ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
 
 
-def _greatest(logits):
-    token_ids = logits.argmax(1)
+def _greatest(logits, num_tokens):
+    token_ids = logits.argmax(1)  # of all rows at once: a call for each row takes longer
+    for r in np.flatnonzero(token_ids >= num_tokens):
+        token_ids[r] = logits[r, : int(num_tokens[r])].argmax()
     is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
-    return np.where(is_finite, token_ids, -1).astype(np.int32)
+    return np.where(is_finite, token_ids, -1)
 
 
 @kernel
@@ -80,11 +86,12 @@ def _warp_rows(logits, warpers, numbers, token_ids, filtered, buffers):
     for r in range(logits.shape[0]):
         if warpers.temperature[r] == 0:
             continue
-        is_finite = divide(logits[r], np.float32(warpers.temperature[r]), work.ids, work.scores)
+        count = min(np.int64(warpers.num_tokens[r]), logits.shape[1])
+        is_finite = divide(logits[r, :count], np.float32(warpers.temperature[r]), work.ids, work.scores)
         if token_ids.size and not is_finite:
             token_ids[r] = -1
             continue
-        kept = _keep(warpers, r, work)
+        kept = _keep(warpers, r, count, work)
         if token_ids.size:
             number = uniform(numbers[0, r], numbers[1, r], numbers[2, r])
             token_ids[r] = work.ids[_draw(work.weights[:kept], number)]
@@ -95,10 +102,10 @@ def _warp_rows(logits, warpers, numbers, token_ids, filtered, buffers):
 
 
 @inline
-def _keep(warpers, r, work):
-    kept = work.scores.size
-    if 0 < warpers.top_k[r] < kept:
-        kept = keep_greatest(work.ids, work.scores, np.int64(warpers.top_k[r]), work)
+def _keep(warpers, r, count, work):
+    kept = count
+    if 0 < warpers.top_k[r] < count:
+        kept = keep_greatest(work.ids, work.scores[:count], np.int64(warpers.top_k[r]), work)
     exponentials(work.scores[:kept], work.weights)
     if warpers.top_p[r] < 1:
         kept = _keep_top_p(np.float32(1 - warpers.top_p[r]), kept, work)

@@ -267,17 +267,19 @@ class Choices(NamedTuple):
     num_ends: np.ndarray  # (1,) int64
     has_ended: np.ndarray  # (1,) int64
     stop_early: np.ndarray  # (1,) int64, set by any thread
+    num_tokens: np.ndarray  # (R,) int64: a token is of its row's first scores
 
 
 @kernel
 def choose_greatest(team, step, choices, logits):
-    """Make each row's greatest logit of (R, V) the next token. A phase."""
+    """Make each row's greatest logit of (R, V), among its first num_tokens, the next token. A phase."""
     rows = logits.shape[0] if choices.wanted[0] else 0
     items = max(rows, ONE)  # late threads count phases
     row = claim(team, items)
     while row >= 0:
         if row < rows:
-            token_id = greatest(float32_at(address(logits) + row * logits.shape[1] * 4, logits.shape[1]))
+            scores = address(logits) + row * logits.shape[1] * 4
+            token_id = greatest(float32_at(scores, choices.num_tokens[row]))
             choices.token_ids[choices.counts[row], row] = token_id
             choices.counts[row] += ONE
             if token_id < 0 or _is_end(token_id, choices):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..numbers import top_of
 from .dtypes import BFloat16Weight, Tile
 from .jit import kernel, overload_by_dtype
 from .layers.activations import NONE
@@ -29,8 +30,8 @@ TINY = np.float32(2.0**-100)  # more than what underflows in a sum
 INFINITE = np.float32(np.inf)
 
 
-def want_top(params: Any, buffers: Any, top_of: Callable) -> None:
-    """Plan the next call: with a screen if each row wants some greatest logits, `top_of()` (R,) of them."""
+def plan_screen(params: Any, buffers: Any, drawn_by: Callable) -> None:
+    """Plan the next call: with a screen if each row's draw, of Warpers that drawn_by() returns, wants few logits."""
     screen, weight = buffers.screen, params.lm_head.weight
     if screen is None:
         return
@@ -38,10 +39,12 @@ def want_top(params: Any, buffers: Any, top_of: Callable) -> None:
         screen.calls[0] = 0
     screen.rows[0] = 0
     screen.is_wanted[:] = 1
-    top = top_of()
+    if (warpers := drawn_by()) is None:
+        return
+    top = top_of(warpers)
     # Rows of bfloat16 pass the head as fast as rows of int8.
     most = ROWS_IN_LEVELS if isinstance(weight, BFloat16Weight) else screen.top.size
-    if top is None or not 0 < top.size <= most or top.min() < 1 or top.max() > MAX_TOP:
+    if not 0 < top.size <= most or top.min() < 1 or top.max() > MAX_TOP:
         return
     if screen.num_packed[0] < screen.is_wanted.size:
         pack_panels(screen, weight)
@@ -52,6 +55,7 @@ def want_top(params: Any, buffers: Any, top_of: Callable) -> None:
     if np.isfinite(screen.largest[0]):
         screen.rows[0] = top.size
         screen.top[: top.size] = top
+        screen.num_tokens[: top.size] = np.minimum(warpers.num_tokens, buffers.logits.shape[1])
 
 
 @kernel
@@ -149,10 +153,10 @@ def bound_rows(team, screen, products, rows, levels):
 
 @kernel
 def _bound_panel(scratch, screen, products, row, rows, levels, panel):
-    """Write the greatest bounds of a panel's columns: t q x' -+ a radius."""
+    """Write the greatest bounds of a panel's columns that are of tokens: t q x' -+ a radius."""
     columns = products.shape[1]
     first = panel * OUT_TILE
-    used = min(OUT_TILE, columns - first)
+    used = max(min(OUT_TILE, screen.num_tokens[row] - first), 0)
     low = float32_at(address(scratch), OUT_TILE)
     high = float32_at(address(scratch) + OUT_TILE * 4, OUT_TILE)
     low[:] = -INFINITE

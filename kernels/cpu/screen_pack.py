@@ -37,6 +37,7 @@ class Screen(NamedTuple):
     largest: np.ndarray  # (1,) float64: a bound of a row's size; infinite: no screen
     rows: np.ndarray  # (1,) int64: R, or 0 for the whole head
     top: np.ndarray  # (R,) int64: greatest logits that are wanted
+    num_tokens: np.ndarray  # (R,) int64: of so many first ones
     states: Int8Operand  # (R + 3, K): R rows of each level
     norms: np.ndarray  # (R, 2) float32: |x|, |x - x'|
     lows: np.ndarray  # (R, P * PANEL_VECTORS) float32: the greatest lower bound of a vector of columns
@@ -60,6 +61,7 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
         largest=np.full(1, 0.0 if pays else np.inf),
         rows=np.zeros(1, np.int64),
         top=np.zeros(rows, np.int64),
+        num_tokens=np.zeros(rows, np.int64),
         states=int8.new_operand(rows + ROWS_IN_LEVELS, k),
         norms=zeros((rows, 2)),
         lows=zeros((rows, panels * PANEL_VECTORS)),

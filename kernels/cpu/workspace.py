@@ -129,6 +129,7 @@ def new_workspace(
             num_ends=np.zeros(1, np.int64),
             has_ended=np.zeros(1, np.int64),
             stop_early=np.zeros(1, np.int64),
+            num_tokens=np.zeros(r, np.int64),
         ),
         sizes=np.zeros(3, np.int64),
         ranks=None if allgather is None else _new_ranks(share, n, allgather),

@@ -75,7 +75,7 @@ class Shared(NamedTuple):
 
 
 class Row(NamedTuple):
-    """V scores, -inf for a removed token, and room for V ids, both from `start` on. 2**weight_bits: a weight of 1."""
+    """Scores, -inf for a removed token, and room for ids, `size` from `start` on. 2**weight_bits: a weight of 1."""
 
     scores: Any
     ids: Any
@@ -87,7 +87,18 @@ class Row(NamedTuple):
 
 @functools.partial(kernel, threads=(DRAW_THREADS, BLOCKS_AT_ONCE))
 def draw_tokens(
-    logits, vocab_size, count, rows, settings, seeds, sample_indices, positions, scores, ids, token_ids
+    logits,
+    vocab_size,
+    count,
+    rows,
+    num_tokens,
+    settings,
+    seeds,
+    sample_indices,
+    positions,
+    scores,
+    ids,
+    token_ids,
 ):
     """Draw a token for each row with a temperature above 0, after `take_greatest`. Grid: B. Arrays: SamplingBuffers.
 
@@ -103,10 +114,6 @@ def draw_tokens(
         cuda.shared.array(4, int64),
         cuda.shared.array(1, int32),
     )
-    size = int32(vocab_size)
-    size_bits = int32(float32_to_bits(float32(size)) >> uint32(MANTISSA_BITS)) - (EXPONENT_BIAS - 1)
-    weight_bits = min(WEIGHT_BITS, SUM_BITS - size_bits)
-    row = Row(scores, ids, int64(cuda.blockIdx.x) * int64(vocab_size), size, weight_bits, shared)
     thread = int32(cuda.threadIdx.x)
     if thread < POWERS:
         write_power(shared.powers, thread)
@@ -116,11 +123,20 @@ def draw_tokens(
         if rows[r] >= 0 and settings[NUM_SETTINGS * r + TEMPERATURE] != 0 and greatest_id >= 0:
             cuda.syncthreads()  # every thread has read the token, which changes below, and left the row before
             first = int64(rows[r]) * int64(vocab_size)
+            size = min(int32(vocab_size), num_tokens[r])
+            start = int64(cuda.blockIdx.x) * int64(vocab_size)
+            row = Row(scores, ids, start, size, _weight_bits(size), shared)
             fraction = random_fraction(seeds[r], sample_indices[r], positions[r])
             token_id = _draw(row, logits, first, greatest_id, settings, NUM_SETTINGS * r, fraction)
             if thread == 0:
                 token_ids[r] = token_id
         r += int32(cuda.gridDim.x)
+
+
+@device_function
+def _weight_bits(size):
+    size_bits = int32(float32_to_bits(float32(size)) >> uint32(MANTISSA_BITS)) - (EXPONENT_BIAS - 1)
+    return min(WEIGHT_BITS, SUM_BITS - size_bits)
 
 
 @device_function

@@ -15,6 +15,7 @@ import numpy as np
 from numba import cuda, int32
 
 from ..backend import no_op
+from ..numbers import ALL_TOKENS
 from ..reference.layers import normalize
 from .jit import WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache, put_rows
@@ -101,11 +102,11 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.share.vocab_size)
 
 
-def begin(params: Params, workspace: Workspace, batch) -> Queries:
+def begin(params: Params, workspace: Workspace, batch, num_tokens: Any = ALL_TOKENS) -> Queries:
     if params.adapters is not None:
         _ = workspace.sums  # memory cannot be had during a capture
         workspace.device.write(params.adapters.on_device, params.adapters.of_slot)
-    return fill(workspace, batch)
+    return fill(workspace, batch, num_tokens)
 
 
 def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
@@ -231,8 +232,8 @@ def head(params: Params, x, step: Step, greedy: bool) -> None:
         linear(params, "lm_head", ONE_LAYER, w.logits, inputs, step, LOGITS)
         count = min(step.shape.logits, w.max_shape.logits)
         if w.sampling is not None and w.ranks is None:
-            chosen = w.sampling.step_token_ids
-            queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
+            choice = w.inputs.rows, w.inputs.num_tokens, w.sampling.step_token_ids
+            queue_choice(w, *choice, count, params.config.vocab_size, greedy)
 
 
 def normed_linear(
@@ -392,7 +393,7 @@ def multi_step(
 ) -> Iterable[np.ndarray]:
     """Queue all steps at once, in spite of `ends`. Return the tokens (S,) of each."""
     draws = warpers, seeds, sample_indices, batch.context_lens
-    queries = begin(params, workspace, batch)
+    queries = begin(params, workspace, batch, warpers.num_tokens)
     step = Step(StepShape.of(batch, queries, workspace.max_shape, num_steps), kv_cache, workspace)
     return _queued_steps(params, step, batch, draws, num_steps)
 

@@ -82,10 +82,14 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     rows = logits.rows
     greedy = is_greedy(warpers)
     if greedy and logits.changed.isdisjoint(rows.tolist()):
-        return w.device.read(s.step_token_ids, int(rows.max(initial=-1)) + 1)[rows]
+        token_ids = w.device.read(s.step_token_ids, int(rows.max(initial=-1)) + 1)[rows]
+        if (
+            (token_ids >= 0) & (token_ids < warpers.num_tokens)
+        ).all():  # as `forward` takes them of all scores
+            return token_ids
     s.write(rows, warpers, seeds, sample_indices, positions)
     count = min(rounded_up(len(rows)), w.max_shape.logits)
-    choice = s.rows, s.token_ids, count, logits.vocab_size
+    choice = s.rows, s.num_tokens, s.token_ids, count, logits.vocab_size
     w.graphs.run((count, greedy), lambda: queue_choice(w, *choice, greedy))
     return w.device.read(s.token_ids, len(rows))
 
@@ -119,15 +123,17 @@ def is_greedy(warpers: Any) -> bool:
     return bool((warpers.temperature == 0).all())
 
 
-def queue_choice(workspace: Any, rows, token_ids, count: int, vocab_size: int, greedy: bool = True) -> None:
-    """Choose token_ids (count,) for rows (count,) of the logits, negative for none."""
+def queue_choice(
+    workspace: Any, rows, num_tokens, token_ids, count: int, vocab_size: int, greedy: bool = True
+) -> None:
+    """Choose token_ids (count,) for rows (count,) of the logits, negative for none, by their first num_tokens."""
     w = workspace
     s = workspace.sampling
     slices = min(-(-vocab_size // (CHOOSE_THREADS * PER_THREAD)), SLICES)
-    found = s.keys, s.arrivals, token_ids
-    w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, rows, *found)
+    arrays = rows, num_tokens, s.keys, s.arrivals, token_ids
+    w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, *arrays)
     if not greedy:
-        settings = rows, s.settings, s.seeds, s.sample_indices, s.positions, s.scores, s.ids
+        settings = rows, num_tokens, s.settings, s.seeds, s.sample_indices, s.positions, s.scores, s.ids
         blocks = min(count, w.device.multiprocessors)
         w.device.launch(draw_tokens, blocks, DRAW_THREADS, w.logits, vocab_size, count, *settings, token_ids)
 
@@ -171,8 +177,8 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
 
 
 @kernel
-def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
-    """Write each row's token of the greatest logit, ties to the lowest id; -1 if it is NaN or infinite.
+def take_greatest(logits, vocab_size, rows, num_tokens, keys, arrivals, token_ids):
+    """Write each row's token of the greatest of its first logits, ties to the lowest id; -1 if it is NaN or infinite.
 
     Grid: (slices of a row, R). The last block of a row to arrive merges the slices. Arrays: SamplingBuffers.
     """
@@ -185,9 +191,10 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
         return
     wait_for_kernel_before()
     base = int64(rows[r]) * int64(vocab_size)
-    length = int32((vocab_size + pieces - 1) // pieces)
+    count = min(int32(vocab_size), num_tokens[r])
+    length = int32((count + pieces - 1) // pieces)
     key = int64(-1)
-    for i in of_thread(piece * length, min(vocab_size, int32((piece + 1) * length))):
+    for i in of_thread(piece * length, min(count, int32((piece + 1) * length))):
         key = max(key, _greatest_key(logits[base + i], i))
     key = block_greatest(key, cuda.shared.array(MAX_WARPS, int64))
     if thread >= WARP:

@@ -143,6 +143,7 @@ class Inputs:
     token_slots: Any  # (N,) the KV slot of each token
     logit_rows: Any  # (R,)
     rows: Any  # (R,) 0, 1, 2, ..., of the step's logits; negative for none
+    num_tokens: Any  # (R,) as of Warpers
     lone: Any  # (tokens of a decode step,), of `Queries`; negative for none
     tiles: Any  # (N, 2), of `Queries`; the rest are empty
 
@@ -156,6 +157,7 @@ class SamplingBuffers:
     seeds: Any  # (R,) uint64
     sample_indices: Any  # (R,) uint64
     rows: Any  # (R,) int32, indices of logits; negative for none
+    num_tokens: Any  # (R,) int32, as of Warpers
     positions: Any  # (R,) int32, the token's in its sequence
     scores: Any  # (B, V) float32, of B rows at once: a multiprocessor's blocks take one after another
     ids: Any  # (B, V) int32
@@ -169,9 +171,13 @@ class SamplingBuffers:
     def write(self, rows, warpers, seeds, sample_indices, positions) -> None:
         """Copy the settings of draws to the device."""
         self.mirror.host["rows"][:] = -1
-        settings = np.stack(warpers, 1)
         self.mirror.write(
-            rows=rows, settings=settings, seeds=seeds, sample_indices=sample_indices, positions=positions
+            rows=rows,
+            num_tokens=warpers.num_tokens,
+            settings=np.stack(warpers[:NUM_SETTINGS], 1),
+            seeds=seeds,
+            sample_indices=sample_indices,
+            positions=positions,
         )
 
 
@@ -327,22 +333,23 @@ def check_memory(*sizes, shares: Sequence[RankShare | None] = (None,), free: int
         )
 
 
-def fill(workspace: Workspace, batch) -> Queries:
-    """Copy a batch to the device."""
+def fill(workspace: Workspace, batch, num_tokens: Any) -> Queries:
+    """Copy a batch to the device. num_tokens: (R,) or one for all, as of Warpers."""
     mirror = workspace.inputs.mirror
     queries = Queries.of(batch, workspace.max_shape)
-    num_tokens = batch.token_ids.size
-    num_rows = batch.logit_rows.size
+    n = batch.token_ids.size
+    r = batch.logit_rows.size
     mirror.host["tiles"][:] = 0
+    mirror.host["num_tokens"][:r] = num_tokens
     for name in ("rows", "lone"):
         mirror.host[name][:] = -1
     mirror.write(
-        sizes=np.array([num_tokens, num_rows, 0, num_tokens * workspace.max_shape.experts], np.int32),
+        sizes=np.array([n, r, 0, n * workspace.max_shape.experts], np.int32),
         token_ids=batch.token_ids,
         positions=batch.positions,
         token_slots=batch.token_slots,
         logit_rows=batch.logit_rows,
-        rows=np.arange(num_rows, dtype=np.int32),
+        rows=np.arange(r, dtype=np.int32),
         lone=queries.lone,
         tiles=queries.tiles,
     )
@@ -442,6 +449,7 @@ def _input_shapes(max_shape: MaxShape) -> Shapes:
         "token_slots": n,
         "logit_rows": max_shape.logits,
         "rows": max_shape.logits,
+        "num_tokens": max_shape.logits,
         "lone": max_shape.decode_tokens,
         "tiles": 2 * n,
     }
@@ -455,5 +463,6 @@ def _setting_shapes(max_shape: MaxShape) -> Shapes:
         "seeds": ((r,), np.uint64),
         "sample_indices": ((r,), np.uint64),
         "rows": ((r,), np.int32),
+        "num_tokens": ((r,), np.int32),
         "positions": ((r,), np.int32),
     }

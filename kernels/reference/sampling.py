@@ -165,7 +165,15 @@ def _ids(token_ids):
 
 def filter_logits(logits, warpers):
     """Return scores (R, V) float32 after temperature and filters, -inf for removed tokens. No logit is NaN or +inf."""
-    return np.stack([filter_row(row, w) for row, w in zip(logits, _by_row(warpers), strict=True)])
+    rows = zip(logits, _by_row(warpers), strict=True)
+    return np.stack([kept_scores(row, int(w.num_tokens), partial(filter_row, w=w)) for row, w in rows])
+
+
+def kept_scores(logits, num_tokens, keep):
+    """Return scores (V,): keep(logits) of the first num_tokens, and -inf."""
+    scores = np.full(logits.size, -np.inf, np.float32)
+    scores[:num_tokens] = keep(logits[:num_tokens])
+    return scores
 
 
 def _by_row(warpers):
@@ -338,13 +346,15 @@ def sample(logits, warpers, seeds, sample_indices, positions):
     Greedy rows take the largest logit, ties to the lowest id. Others take the first token, by id, whose cumulated
     probability exceeds `uniform` of the seed, the sample's index and the token's position.
     """
-    rows = zip(logits, _by_row(warpers), seeds, sample_indices, positions, strict=True)
-    token_ids = [sample_row(row, w.temperature, partial(filter_row, w=w), *draw) for row, w, *draw in rows]
+    token_ids = []
+    for row, w, *draw in zip(logits, _by_row(warpers), seeds, sample_indices, positions, strict=True):
+        of_tokens = row[: int(w.num_tokens)]
+        token_ids.append(sample_row(of_tokens, w.temperature, partial(filter_row, w=w), *draw))
     return np.array(token_ids, np.int32)
 
 
 def sample_row(logits, temperature, keep, seed, sample_index, position):
-    """keep: logits (V,) -> scores (V,), -inf for tokens that are not drawn."""
+    """Return a token of logits (num_tokens,). keep: logits -> scores, -inf for tokens that are not drawn."""
     scores = logits if temperature == 0 else divide(logits, temperature)
     if not np.isfinite(scores.max()):  # max() hands a NaN on
         return -1

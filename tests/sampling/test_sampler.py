@@ -18,7 +18,6 @@ from support.sampling import BACKENDS, V, any_sequence, halve, sequence_of
 from support.tables import column, fields
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import Sampler
-from tinygpt.engine.sampling_state import not_finite
 from tinygpt.kernels import cpu, reference
 
 
@@ -232,7 +231,7 @@ def test_a_plain_row_has_its_greatest_token_or_an_error_of_its_own(backend):
     logits[0, 0], logits[1] = 99.0, np.nan
     tokens = sample(backend, logits, [sequence_of() for _ in logits])
     assert [token.token_id for token in tokens] == [0, -1, logits[2].argmax()]
-    assert [token.error for token in tokens] == [None, not_finite(sequence_of()), None]
+    assert [token.error for token in tokens] == [None, sequence_of().not_finite, None]
 
 
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 7}

@@ -68,6 +68,22 @@ def test_small_rows_equal_huggingface_to_the_bit(backend, make_row, vocab):
 
 
 @BACKENDS
+@pytest.mark.parametrize("setting", [(0.0, 0, 1.0), *SETTINGS])
+def test_scores_past_the_tokens_change_nothing(backend, setting):
+    logits = np.stack([make_row(100, seed) for make_row in ROWS for seed in range(3)])
+    count = len(logits)
+    seeds = np.arange(count)
+    expected = draw(backend, logits, *setting, seeds=seeds)
+    filtered = backend.filter_logits(logits, warpers_of(count, *setting))
+    rest = [np.full((count, 9), odd, np.float32) for odd in (5e4, np.inf, np.nan)]
+    for padded in (np.concatenate([logits, columns], axis=1) for columns in rest):
+        np.testing.assert_array_equal(draw(backend, padded, *setting, seeds=seeds, num_tokens=100), expected)
+        found = backend.filter_logits(padded, warpers_of(count, *setting, num_tokens=100))
+        np.testing.assert_array_equal(found[:, :100], filtered)
+        assert np.isneginf(found[:, 100:]).all()
+
+
+@BACKENDS
 @pytest.mark.parametrize("make_row", ROWS)
 @pytest.mark.parametrize("vocab", [17, 100, 1001, GPT2_VOCAB])
 def test_large_rows_keep_as_many_as_huggingface_and_the_most_probable(backend, make_row, vocab):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from support.kernel_tools import warpers_of
 from support.tables import rows
 from tinygpt import SamplingParams
 from tinygpt.engine.sampling_state import TokenRules
 from tinygpt.engine.sequence import Sample, Sequence
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import sampling
 
 V = 40
@@ -34,8 +34,8 @@ def filtered_by(backend: ModuleType, row: np.ndarray, **fields: Any) -> np.ndarr
     params = SamplingParams(**{"temperature": 1.0, **fields})
     if filters := sampling.filters_of(params, params.top_p, excludes_top=False):
         return sampling.filtered(row, filters)
-    columns = {name: np.array([getattr(params, name)], np.float64) for name in Warpers._fields}
-    return backend.filter_logits(row[None], Warpers(**columns))[0]
+    warpers = warpers_of(1, params.temperature, params.top_k, params.top_p, params.min_p)
+    return backend.filter_logits(row[None], warpers)[0]
 
 
 def halve(prompt_token_ids, new_token_ids, scores):

@@ -7,10 +7,10 @@ import pytest
 
 from support import tiny_checkpoint
 from support.apart import told
+from support.kernel_tools import warpers_of
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.numbers import Warpers
 from tinygpt.weights.checkpoint import PACKED_FILE
 
 
@@ -27,7 +27,7 @@ def call_after(tell, folder, change):
         file.touch()
     batch = Batch.of([[3]], [0], [0])
     zeros = np.zeros(1, np.uint64)
-    warpers = Warpers(*np.zeros((len(Warpers._fields), 1)))
+    warpers = warpers_of(1, temperature=0)
     calls = {
         "generate": lambda: llm.generate([[3]], params)[0].outputs,
         "steps": lambda: llm.engine.runner.multi_step(batch, warpers, zeros, zeros, 2, np.empty(0, np.int32)),

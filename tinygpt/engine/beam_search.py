@@ -291,6 +291,8 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Can
     log_probs = numbers.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
     errors = sampler.process(scores, sequences)
+    for row, sequence in zip(scores, sequences, strict=True):
+        row[sequence.sampling_state.rules.num_tokens :] = -np.inf
     return [_candidates(*row) for row in zip(log_probs, scores, sequences, errors, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..errors import FailedRequestError
 from ..kernels.backend import Backend
-from ..kernels.numbers import Processors, Ragged, Warpers, top_of
+from ..kernels.numbers import Processors, Ragged, Warpers
 from ..kernels.reference import sampling
 from ..sampling_params import LogitsProcessor, num_best
 from .sampling_state import Filter, SamplingState
@@ -40,9 +41,34 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
 
 
 def gather_warpers(states: Seq[SamplingState]) -> Warpers:
-    columns = {name: [getattr(s.params, name) for s in states] for name in Warpers._fields}
-    columns["top_p"] = [s.top_p for s in states]
-    return Warpers(**{name: np.array(column, np.float64) for name, column in columns.items()})
+    columns = Warpers(
+        temperature=[s.params.temperature for s in states],
+        top_k=[s.params.top_k for s in states],
+        top_p=[s.top_p for s in states],
+        min_p=[s.params.min_p for s in states],
+        num_tokens=[s.rules.num_tokens for s in states],
+    )
+    return Warpers(*np.array(columns, np.float64))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the tokens of R rows are drawn."""
+
+    sequences: Seq[Sequence]
+    warpers: Warpers
+    filters: list[list[Filter]]  # all of a row's, if the backend lacks one of them; else none
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence]) -> "Draws":
+        states = [sequence.sampling_state for sequence in sequences]
+        warpers = gather_warpers(states)
+        _spare_top_k(warpers, sequences)
+        rows = zip(states, sequences, strict=True)
+        return cls(sequences, warpers, [state.filters(s.index, len(s)) for state, s in rows])
+
+    def num_tokens(self, r: int) -> int:
+        return int(self.warpers.num_tokens[r])
 
 
 class Sampler:
@@ -71,30 +97,16 @@ class Sampler:
             return self._take_greatest(logits, sequences)
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
         errors = self.process(logits, sequences)
-        filters = [
-            state.filters(sequence.index, len(sequence))
-            for state, sequence in zip(states, sequences, strict=True)
-        ]
-        warpers = gather_warpers(states)
-        _spare_top_k(warpers, sequences)
-        token_ids = self._draw(logits, sequences, warpers, filters)
-        for r in _unwritten(token_ids, states):
-            if states[r].wants_raw_logprobs:
-                raw.setdefault(r, logits[r].copy())
-            token_ids[r] = self._choose_written(logits, r, sequences, warpers, filters[r])
+        draws = Draws.of(sequences)
         tokens = []
-        for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
+        for r, token_id in enumerate(self._draw(logits, draws)):
+            error = errors[r]
             if error is None and token_id < 0:
-                error = _why_none(logits[r], sequences[r], state)
+                error = _why_none(logits[r][: draws.num_tokens(r)], sequences[r])
             if error is not None:
                 tokens.append(SampledToken(-1, error=error))
-            elif not state.wants_logprobs:
-                tokens.append(SampledToken(token_id))
             else:
-                scores = raw.get(r, logits[r])  # (V,)
-                if not state.wants_raw_logprobs:
-                    scores = self._filtered(logits, r, warpers, filters[r])
-                tokens.append(self._with_logprobs(token_id, scores, state.params.logprobs))
+                tokens.append(self._describe(token_id, logits, r, draws, raw))
         return tokens
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
@@ -108,13 +120,11 @@ class Sampler:
             or state.filters(sequence.index, len(sequence))
         )
 
-    def top_of(self, sequences: Seq[Sequence]) -> np.ndarray | None:
-        """Return how many greatest logits (R,) decide each token, 0 for all; None if other logits are wanted."""
+    def drawn_by(self, sequences: Seq[Sequence]) -> Warpers | None:
+        """Return what the rows are drawn by; None if one's logits are wanted for more."""
         if not all(self.is_drawn_alone(sequence) for sequence in sequences):
             return None
-        states = [sequence.sampling_state for sequence in sequences]
-        top = top_of(gather_warpers(states))
-        return np.where(top > 0, top + [len(state.rules.unwritten) for state in states], 0)
+        return gather_warpers([sequence.sampling_state for sequence in sequences])
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
@@ -134,49 +144,47 @@ class Sampler:
                 sequence.sampling_state.update(sequence.new_token_ids)
         return [sequence.sampling_state for sequence in sequences]
 
-    def _draw(
-        self, logits: Any, sequences: Seq[Sequence], warpers: Warpers, filters: list[list[Filter]]
-    ) -> list[int]:
-        positions = np.array([len(s) for s in sequences], np.uint64)  # (R,)
-        draws = *draws_of(sequences), positions
-        own = [r for r, of_row in enumerate(filters) if of_row]  # rows that the backend cannot draw
+    def _draw(self, logits: Any, draws: Draws) -> list[int]:
+        warpers = draws.warpers
+        positions = np.array([len(s) for s in draws.sequences], np.uint64)  # (R,)
+        keys = *draws_of(draws.sequences), positions
+        own = [r for r, filters in enumerate(draws.filters) if filters]  # rows that the backend cannot draw
         temperature = warpers.temperature.copy()
         temperature[own] = 0
         plain = warpers._replace(temperature=temperature)
-        token_ids = self.backend.sample(logits, plain, *draws).tolist()  # (R,)
+        token_ids = self.backend.sample(logits, plain, *keys).tolist()  # (R,)
         for r in own:
-            keep = partial(sampling.filtered, filters=filters[r])
-            draw = (column[r] for column in draws)
-            token_ids[r] = sampling.sample_row(logits[r], warpers.temperature[r], keep, *draw)
+            keep = partial(sampling.filtered, filters=draws.filters[r])
+            scores = logits[r][: draws.num_tokens(r)]
+            key = (column[r] for column in keys)
+            token_ids[r] = sampling.sample_row(scores, warpers.temperature[r], keep, *key)
         return token_ids
 
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """Sample plain sequences: at batch 32, `sample` takes longer than the kernel."""
         count = len(sequences)
-        greedy = Warpers(*np.zeros((len(Warpers._fields), count)))
+        num_tokens = np.array([s.sampling_state.rules.num_tokens for s in sequences], np.float64)
+        greedy = Warpers(*np.zeros((len(Warpers._fields) - 1, count)), num_tokens)
         no_draws = np.zeros(count, np.uint64)
         token_ids = self.backend.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
-        for r in _unwritten(token_ids, [sequence.sampling_state for sequence in sequences]):
-            token_ids[r] = self._choose_written(logits, r, sequences, greedy, [])
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 
-    def _choose_written(
-        self, logits: Any, r: int, sequences: Seq[Sequence], warpers: Warpers, filters: list[Filter]
-    ) -> int:
-        """Choose the greatest of row r again, without ids of no token."""
-        state = sequences[r].sampling_state
-        scores = logits[r]  # (V,), which a GPU copies
-        num_biased = state.rules.bias_ids.size
-        state.forbid_unwritten()
-        scores[state.rules.bias_ids[num_biased:]] = -np.inf
-        logits[r] = scores
-        own = Warpers(*(column[r : r + 1] for column in warpers))
-        return self._draw(logits[r : r + 1], [sequences[r]], own, [filters])[0]
+    def _describe(
+        self, token_id: int, logits: Any, r: int, draws: Draws, raw: dict[int, np.ndarray]
+    ) -> SampledToken:
+        """raw: rows of the model's own logits, if they have been changed."""
+        state = draws.sequences[r].sampling_state
+        if not state.wants_logprobs:
+            return SampledToken(token_id)
+        if state.wants_raw_logprobs:
+            return self._with_logprobs(token_id, raw[r] if r in raw else logits[r], state.params.logprobs)
+        return self._with_logprobs(token_id, self._filtered(logits, r, draws), state.params.logprobs)
 
-    def _filtered(self, logits: Any, r: int, warpers: Warpers, filters: list[Filter]) -> np.ndarray:
-        if filters:
-            return sampling.filtered(logits[r], filters)
-        own = Warpers(*(column[r : r + 1] for column in warpers))
+    def _filtered(self, logits: Any, r: int, draws: Draws) -> np.ndarray:
+        if filters := draws.filters[r]:
+            keep = partial(sampling.filtered, filters=filters)
+            return sampling.kept_scores(logits[r], draws.num_tokens(r), keep)
+        own = Warpers(*(column[r : r + 1] for column in draws.warpers))
         return self.backend.filter_logits(logits[r : r + 1], own)[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:
@@ -186,11 +194,6 @@ class Sampler:
         best = zip(ids.tolist(), values.tolist(), strict=True)
         logprobs = {i: logprob for i, logprob in best if logprob > -np.inf}  # without removed tokens
         return SampledToken(token_id, {**logprobs, token_id: float(value)}, float(value))
-
-
-def _unwritten(token_ids: list[int], states: Seq[SamplingState]) -> list[int]:
-    rows = enumerate(zip(token_ids, states, strict=True))
-    return [r for r, (token_id, state) in rows if state.rules.forbids(token_id)]
 
 
 def sampled(token_id: int, sequence: Sequence) -> SampledToken:
@@ -217,6 +220,7 @@ def _call_functions(all_scores: Any, r: int, state: SamplingState, sequence: Seq
     if not state.calls_functions:
         return None
     scores = all_scores[r]  # (V,), which a GPU copies
+    scores[state.rules.num_tokens :] = -np.inf
     texts = state.prompt_token_ids, sequence.new_token_ids
     try:
         for function in state.rules.processors:
@@ -255,9 +259,10 @@ def _checked(
     return changed
 
 
-def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> str:
+def _why_none(scores: np.ndarray, sequence: Sequence) -> str:
+    state = sequence.sampling_state
     is_empty = state.changes_scores and not (scores > -np.inf).any() and not np.isnan(scores).any()
     if not is_empty:
         return sequence.not_finite
-    rows = state.rules.unwritten
-    return NOTHING_LEFT.format(len(sequence)) + NO_TOKENS.format(rows.start) * bool(rows)
+    unwritten = state.rules.unwritten
+    return NOTHING_LEFT.format(len(sequence)) + NO_TOKENS.format(unwritten.start) * bool(unwritten)

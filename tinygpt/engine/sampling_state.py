@@ -3,12 +3,13 @@
 import math
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from ..kernels.backend import Backend
+from ..kernels.numbers import ALL_TOKENS
 from ..kernels.reference import sampling
 from ..outputs import OnChunk
 from ..sampling_params import LogitsProcessor, SamplingParams, num_best
@@ -29,7 +30,7 @@ class TokenRules:
     biases: np.ndarray  # float32
     processors: tuple[LogitsProcessor, ...]  # those of `sampling.processors_of`
     unwritten: range = range(0)  # ids of no token
-    named: frozenset[int] = frozenset()  # ids that params name, which may come
+    num_tokens: int = ALL_TOKENS  # a token is chosen among so many first ids
 
     @classmethod
     def of(
@@ -40,25 +41,20 @@ class TokenRules:
         breakers: Breakers,
         unwritten: range = range(0),
     ) -> "TokenRules":
+        """unwritten: the vocabulary's last ids if they are of no token, which come only if params name them."""
         known = {token_id for token_id in eos_token_ids if token_id < vocab_size}
-        named = {*dict(params.logit_bias), *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
-        rules = cls(
-            bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int32),
-            biases=np.array([bias for _, bias in params.logit_bias], np.float32),
+        biases = dict(params.logit_bias)
+        named = {*biases, *known, *params.stop_token_ids, *(params.allowed_token_ids or ())}
+        names_unwritten = not named.isdisjoint(unwritten)
+        if names_unwritten:
+            biases |= dict.fromkeys(set(unwritten) - named, -np.inf)
+        return cls(
+            bias_ids=np.array([*biases], np.int32),
+            biases=np.array([*biases.values()], np.float32),
             processors=sampling.processors_of(params, known, breakers),
             unwritten=unwritten,
-            named=frozenset(named),
+            num_tokens=unwritten.start if unwritten and not names_unwritten else vocab_size,
         )
-        return rules.of_tokens_alone() if params.temperature or params.num_beams > 1 else rules
-
-    def forbids(self, token_id: int) -> bool:
-        return token_id in self.unwritten and token_id not in self.named
-
-    def of_tokens_alone(self) -> "TokenRules":
-        """Add a bias of -inf for ids of no token, which no filter of a draw may see."""
-        ids = np.setdiff1d(np.array(self.unwritten, np.int32), np.array([*self.named], np.int32), True)
-        biases = np.append(self.biases, np.full(ids.size, -np.inf, np.float32))
-        return replace(self, bias_ids=np.append(self.bias_ids, ids), biases=biases)
 
 
 NO_RULES = TokenRules(np.empty(0, np.int32), np.empty(0, np.float32), ())
@@ -111,12 +107,6 @@ class SamplingState:
         self._filters = sampling.filters_of(params, params.top_p, excludes_top=False)
         self._history = array("i", self.prompt_token_ids if self._has_penalties else ())
         self._num_new = 0
-
-    def forbid_unwritten(self) -> None:
-        """Let no id of no token come from now on: until one is the greatest, backends may choose by themselves."""
-        self.rules = self.rules.of_tokens_alone()
-        self.is_processed = self.changes_scores = True
-        self.is_plain = False
 
     def update(self, new_token_ids: list[int]) -> None:
         added = new_token_ids[self._num_new :]

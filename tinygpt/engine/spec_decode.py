@@ -172,7 +172,7 @@ class DraftModel:
             [num_logits] * len(chunks),
         )
         if num_logits:
-            batch = replace(batch, top=lambda: self._sampler.top_of([draft for draft, _ in chunks]))
+            batch = replace(batch, drawn_by=lambda: self._sampler.drawn_by([draft for draft, _ in chunks]))
         logits = self._runner.forward(batch)  # (R, V)
         for draft, count in chunks:
             draft.num_cached += count

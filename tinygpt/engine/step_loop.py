@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.backend import Batch
+from ..kernels.numbers import Warpers
 from ..llm_args import EngineConfig
 from ..outputs import Throughput
 from .model_runner import ModelRunner
@@ -114,7 +115,7 @@ class StepLoop:
             if chunk.sequence.captures is not None
         }
         if not captures:
-            return self.runner.forward(replace(step.batch, top=lambda: self._top_of(step)))
+            return self.runner.forward(replace(step.batch, drawn_by=lambda: self._drawn_by(step)))
         from ..look.captures import StepCaptures
 
         look = StepCaptures(step.batch, captures, step.chunks[0].first_layer)
@@ -123,13 +124,13 @@ class StepLoop:
             step.chunks[i].sequence.error = error
         return logits
 
-    def _top_of(self, step: StepInput) -> np.ndarray | None:
-        """Return how many greatest logits (R,) are wanted of each row, or None if all are."""
+    def _drawn_by(self, step: StepInput) -> Warpers | None:
+        """Return what all rows are drawn by, or None if their logits are wanted for more."""
         sequences = [sequence for _, sequence in step.ends() if sequence.beams is None]
         has_others = len(sequences) < step.batch.logit_rows.size
         if has_others or any(chunk.num_prompt_logits for chunk in step.chunks):
             return None
-        return self.sampler.top_of(sequences)
+        return self.sampler.drawn_by(sequences)
 
     def _choose_tokens(self, logits: Any, step: StepInput) -> None:
         ends = step.ends()
@@ -182,16 +183,10 @@ class StepLoop:
         vocab_size = self.runner.config.vocab_size
         ends = np.array([token_id for token_id in every_end if token_id < vocab_size], np.int32)  # (E,)
         taken = 0
-        again = set()  # sequences whose last step is run and drawn again, alone
         for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
-                if sequence.is_finished or sequence in again:
-                    continue
-                if sequence.sampling_state.rules.forbids(token_id):
-                    sequence.sampling_state.forbid_unwritten()
-                    again.add(sequence)
-                    self.runner.stop_early(True)
+                if sequence.is_finished:
                     continue
                 sequence.append(sampled(token_id, sequence))
                 if token_id >= 0:

@@ -22,6 +22,7 @@ from support.kernel_tools import (
     solo_team,
     unpacked,
     unwritten,
+    warpers_of,
 )
 from tinygpt.kernels.cpu.arrays import Norm
 from tinygpt.kernels.cpu.jit import jit
@@ -46,7 +47,6 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     sum_squares_lanes,
 )
 from tinygpt.kernels.cpu.workspace import new_operand
-from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import layers as reference
 
 # Tiles and reductions: raw addresses.
@@ -272,8 +272,7 @@ def assert_like_numpy(rows: np.ndarray) -> None:
     count = len(rows)
     found = np.empty(count, np.int32)
     greatest_of_rows(rows, found)
-    greedy = Warpers(*np.zeros((len(Warpers._fields), count)))
-    assert found.tolist() == sample(rows, greedy, *NO_NUMBERS).tolist()
+    assert found.tolist() == sample(rows, warpers_of(count, temperature=0), *NO_NUMBERS).tolist()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -78,6 +78,7 @@ class Decoding:
 
 GREEDY = warpers_of(7, 0.0)
 SOME_DRAWN = warpers_of(7, [1.0, 0.0, 0.7, 0.0, 3.0, 0.0, 1.0])
+FEW_TOKENS = warpers_of(7, 0.0, num_tokens=[97, 1, 30, 31, 96, 64, 50])
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,13 @@ def test_bits_of_single_steps(folder, dtype, warpers):
         decoding = Decoding.of(folder, dtype, threads)
         assert decoding.at_once(warpers, STEPS).tolist() == expected.tolist()
         assert decoding.left() == single.left()
+
+
+def test_tokens_are_of_a_rows_first_scores(folder):
+    expected = Decoding.of(folder, "float32", 1).one_by_one(FEW_TOKENS, STEPS)
+    assert (expected < FEW_TOKENS.num_tokens).all()
+    assert (Decoding.of(folder, "float32", 1).one_by_one(GREEDY, STEPS) >= FEW_TOKENS.num_tokens).any()
+    assert Decoding.of(folder, "float32", 2).at_once(FEW_TOKENS, STEPS).tolist() == expected.tolist()
 
 
 def test_calls_of_any_number_of_steps_follow_one_another(folder):

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.kernel_tools import packed, put_rows, same_bits
+from support.kernel_tools import packed, put_rows, same_bits, warpers_of
 from tinygpt.kernels.cpu import screen_pack
 from tinygpt.kernels.cpu.arrays import NO_BIAS, NO_FACTORS
 from tinygpt.kernels.cpu.dtypes import DTYPES
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.linear import SCRATCH, Linear, whole
-from tinygpt.kernels.cpu.screen import score_tokens, want_top
+from tinygpt.kernels.cpu.screen import plan_screen, score_tokens
 from tinygpt.kernels.cpu.screen_pack import ROWS_IN_LEVELS, new_screen, pack_panels
 from tinygpt.kernels.cpu.simd.vector_ir import zeros
 from tinygpt.kernels.cpu.team import TeamThreads, begin_step, join_step
@@ -51,29 +51,31 @@ class Head:
             pack_panels(self.screen, self.head.weight)
         self._team = TeamThreads(self.threads, zeros((self.threads, SCRATCH)))
 
-    def logits(self, x: np.ndarray, *top: int) -> np.ndarray:
+    def logits(self, x: np.ndarray, *top: int, num_tokens: float = np.inf) -> np.ndarray:
         """Logits (R, V) of states (R, K); whole without `top`."""
         operand = new_operand(self.dtype, *x.shape)
         put_rows(operand, x.astype(np.float32))
         products = np.full((len(x) + ROWS_IN_LEVELS, len(self.weight)), np.nan, np.float32)
         logits = products[: len(x)]
-        wanted = np.array(top * (len(x) // len(top)), np.int32) if top else None
-        want_top(SimpleNamespace(lm_head=self.head), SimpleNamespace(screen=self.screen), lambda: wanted)
+        warpers = warpers_of(len(x), top_k=top * (len(x) // len(top)), num_tokens=num_tokens) if top else None
+        buffers = SimpleNamespace(screen=self.screen, logits=logits)
+        plan_screen(SimpleNamespace(lm_head=self.head), buffers, lambda: warpers)
         self._team.run(take_heads, self.head, self.segments, logits, operand, self.screen, products)
         return logits
 
-    def check(self, x: np.ndarray, top: int) -> np.ndarray:
+    def check(self, x: np.ndarray, top: int, num_tokens: int = SHAPE[0]) -> np.ndarray:
         """Compare both. Return the screened logits."""
         expected = self.logits(x)
         self.screen.calls[0] = 0
-        found = self.logits(x, top)
+        found = self.logits(x, top, num_tokens=num_tokens)
         is_computed = found != -np.inf
         np.testing.assert_array_equal(
             found.view(np.uint32)[is_computed], expected.view(np.uint32)[is_computed]
         )
         for row, other in zip(expected, found, strict=True):
             if np.isfinite(row).all():
-                assert (other > -np.inf)[row >= np.partition(row, -top)[-top]].all()
+                row = row[:num_tokens]
+                assert (other > -np.inf)[:num_tokens][row >= np.partition(row, -top)[-top]].all()
             else:
                 same_bits(other, row)
         return found
@@ -130,6 +132,19 @@ def test_rows_that_are_alike_or_differ_in_the_last_bit(dtype):
         found = head.check(x, top)
         assert head.is_screened or top == 40
         assert (found[0, places] == found[0, best]).all()
+
+
+@pytest.mark.parametrize("num_tokens", [4352, 4300, 64, 1])
+def test_greatest_logits_of_no_token(dtype, num_tokens):
+    """Rows of no token, which are the greatest, neither hide the tokens' nor are computed for themselves."""
+    random = np.random.default_rng(5)
+    weight = random_head(random)
+    x = random_states(random, 3) * 6
+    weight[num_tokens:] = 9 * x[0] / np.linalg.norm(x[0])
+    head = Head(weight, dtype)
+    for top in (1, 4):
+        found = head.check(x, min(top, num_tokens), num_tokens)
+        assert np.isneginf(found[:, num_tokens + 64 :]).all()
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-15, 1e15, 1e30, 1e36])

@@ -64,7 +64,7 @@ SEEDS = np.zeros(8, np.uint64)
 HALVES = np.zeros(8, np.uint16)
 BYTES = np.zeros(8, np.int8)
 NUMBERS = (1, 1, 1)
-DRAW = FLOATS, 5, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
+DRAW = FLOATS, 5, 5, INTS, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
 PROCESS = FLOATS, 5, ProcessorArrays(INTS, INTS, FLOATS, INTS, INTS, INTS, INTS, FLOATS), INTS
 
 
@@ -122,7 +122,7 @@ def attention_arguments(kernel: str, dtype: str, is_int8: bool = False) -> tuple
 def kernels() -> dict[str, tuple]:
     """Return kernels with the threads of a block and arguments: of each, the variants that need the most."""
     found = {
-        "take_greatest": (take_greatest, CHOOSE_THREADS, FLOATS, 5, INTS, LONGS, WORDS, INTS),
+        "take_greatest": (take_greatest, CHOOSE_THREADS, FLOATS, 5, INTS, INTS, LONGS, WORDS, INTS),
         "draw_tokens": (draw_tokens, DRAW_THREADS, *DRAW),
         "process_rows": (process_rows, CHOOSE_THREADS, *PROCESS),
         "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
@@ -325,7 +325,7 @@ def test_attention_stays_in_registers(size, has_slopes, dtype, is_int8):
 
 
 def test_kernels_that_choose_tokens_stay_in_registers():
-    assert compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS).registers <= 40
+    assert compile_kernel(take_greatest, FLOATS, 5, INTS, INTS, LONGS, WORDS, INTS).registers <= 40
     drawing = compile_kernel(draw_tokens, *DRAW)
     assert drawing.shared_bytes <= 16 << 10
     assert drawing.ptx.count("fma.rn.f64") < 32  # few GPUs are fast at float64: one exponential, for a table

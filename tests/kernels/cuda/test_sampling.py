@@ -21,7 +21,7 @@ from tinygpt.kernels.cuda.draw_arithmetic import POWERS, POWERS_SIZE, random_fra
 from tinygpt.kernels.cuda.jit import kernel
 from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
 from tinygpt.kernels.cuda.workspace import MaxShape, new_sampling_buffers
-from tinygpt.kernels.numbers import Warpers
+from tinygpt.kernels.numbers import ALL_TOKENS, Warpers
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
@@ -41,14 +41,15 @@ def nothing_row(vocab, seed):
 ROWS = [*FINITE_ROWS, spoilt_row, nothing_row]
 
 
-def take(logits, pieces=3, threads=THREADS, rows=None):
+def take(logits, pieces=3, threads=THREADS, rows=None, num_tokens=ALL_TOKENS):
     rows = np.arange(len(logits), dtype=np.int32) if rows is None else rows
     token_ids = np.full(len(rows), -9, np.int32)
     arrivals = np.zeros(len(rows), np.uint32)
     keys = np.full(len(rows) * pieces, np.iinfo(np.int64).max)
     grid = (pieces, len(rows))
     vocab_size = logits.shape[1]
-    simulate(take_greatest, grid, threads, logits.ravel(), vocab_size, rows, keys, arrivals, token_ids)
+    arrays = rows, np.full(len(rows), num_tokens, np.int32), keys, arrivals, token_ids
+    simulate(take_greatest, grid, threads, logits.ravel(), vocab_size, *arrays)
     assert not arrivals.any()
     return token_ids
 
@@ -57,13 +58,14 @@ def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
     """The tokens, and the scores that the filters leave."""
     count, vocab_size = logits.shape
     rows = np.arange(count, dtype=np.int32)
-    token_ids = take(logits)
+    num_tokens = warpers.num_tokens.astype(np.int32)
+    token_ids = take(logits, num_tokens=num_tokens)
     scores = np.full(logits.size, np.nan, np.float32)
     ids = np.full(logits.size, -1, np.int32)
     draws = np.uint64(seeds), np.uint64(sample_indices), np.int32(positions)
     columns = warpers.temperature, warpers.top_k, warpers.top_p, warpers.min_p
     settings_of_rows = np.stack(columns, axis=1).ravel()
-    arrays = rows, settings_of_rows, *draws, scores, ids, token_ids
+    arrays = rows, num_tokens, settings_of_rows, *draws, scores, ids, token_ids
     simulate(draw_tokens, count, threads, logits.ravel(), vocab_size, count, *arrays)
     return token_ids, scores.reshape(logits.shape)
 
@@ -80,7 +82,8 @@ def assert_as_the_reference(logits, warpers, seed=0, threads=THREADS):
             filtered = reference.filter_logits(
                 logits[r : r + 1], Warpers(*(field[r : r + 1] for field in warpers))
             )
-            np.testing.assert_array_equal(scores[r], filtered[0])
+            count = int(warpers.num_tokens[r])
+            np.testing.assert_array_equal(scores[r, :count], filtered[0, :count])
 
 
 @pytest.mark.parametrize("vocab", [1, 37, 130, 257])
@@ -99,6 +102,13 @@ def test_zeros_tie_whatever_their_sign():
     row[0, [7, 30]] = (-0.0, 0.0)
     row[1, [7, 30]] = (0.0, -0.0)
     assert take(row).tolist() == [7, 7]
+
+
+def test_scores_past_the_tokens_change_nothing():
+    logits = np.stack([make_row(130, seed) for make_row in ROWS for seed in range(5)])
+    counts = np.resize([130, 129, 64, 3, 1], len(logits))
+    expected = [take(row[None, :count]).item() for row, count in zip(logits, counts, strict=True)]
+    assert take(logits, num_tokens=counts).tolist() == expected
 
 
 def test_any_row_may_be_asked_for_and_surplus_ones_are_left():
@@ -250,6 +260,7 @@ def test_any_settings_give_the_references_tokens(data):
         top_k=of_rows(0, 1, 5, 40),
         top_p=of_rows(1, 0.1, 0.5, 0.9, 0.99),
         min_p=of_rows(0, 0.02, 0.3),
+        num_tokens=of_rows(ALL_TOKENS, vocab, max(vocab - 3, 1), 1),
     )
     device = SimulatedDevice()
     max_shape = MaxShape(3, 3, 3, 8)
@@ -267,3 +278,28 @@ def test_any_settings_give_the_references_tokens(data):
         wanted = reference.sample(logits, warpers, *draws)
         token_ids = sample(DeviceLogits(workspace, np.arange(3), vocab, {0, 1, 2}), warpers, *draws)
     np.testing.assert_array_equal(token_ids, wanted)
+
+
+def test_a_steps_own_token_stays_if_it_is_of_a_rows_first_scores():
+    device = SimulatedDevice()
+    max_shape = MaxShape(3, 3, 3, 8)
+    sampling = new_sampling_buffers(device, SimpleNamespace(vocab_size=40), max_shape)
+    logits = np.stack([random_row(40, seed) for seed in range(3)])
+    workspace = SimpleNamespace(
+        device=device,
+        logits=logits.ravel().copy(),
+        sampling=sampling,
+        max_shape=max_shape,
+        graphs=Graphs(device),
+    )
+    best = logits.argmax(1)
+    sampling.step_token_ids[:] = best
+    zeros = np.zeros(3, np.int64)
+    rows = DeviceLogits(workspace, np.arange(3), 40)
+    assert (
+        sample(rows, warpers_of(3, temperature=0, num_tokens=best + 1), zeros, zeros, zeros).tolist()
+        == best.tolist()
+    )
+    assert device.now == 0  # nothing was launched
+    lower = [row[:count].argmax() for row, count in zip(logits, best, strict=True)]
+    assert sample(rows, warpers_of(3, temperature=0, num_tokens=best), zeros, zeros, zeros).tolist() == lower
