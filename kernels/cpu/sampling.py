@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from ..numbers import multiply_high, philox
 from .jit import inline, kernel
 from .sampling_rows import (
     divide,
@@ -23,15 +24,6 @@ NO_ROWS = np.empty((0, 0), np.float32)
 NO_TOKENS = np.empty(0, np.int32)
 NO_NUMBERS = np.empty((3, 0), np.uint64)
 STRIDE = 1024  # of a draw's search, before single weights
-
-# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-MULTIPLIER_0 = np.uint64(0xD2E7470EE14C6C93)
-MULTIPLIER_1 = np.uint64(0xCA5A826395121157)
-INCREMENT_0 = np.uint64(0x9E3779B97F4A7C15)
-INCREMENT_1 = np.uint64(0xBB67AE8584CAA73B)
-ROUNDS = 10
-LOW_HALF = np.uint64(0xFFFFFFFF)
-HALF_BITS = np.uint64(32)
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
@@ -202,35 +194,13 @@ def _draw(weights, number):
     return chosen
 
 
+_random_bits = kernel(philox(inline(multiply_high)))
+
+
 @kernel
 def uniform(seed, sample_index, position):
     """Return the reference's `uniform`."""
-    a = position + np.uint64(1)
-    b = np.uint64(0)
-    c = np.uint64(0)
-    d = np.uint64(0)
-    key_0, key_1 = seed, sample_index
-    for _ in range(ROUNDS):
-        a, b, c, d = (
-            _multiply_high(MULTIPLIER_1, c) ^ b ^ key_0,
-            MULTIPLIER_1 * c,
-            _multiply_high(MULTIPLIER_0, a) ^ d ^ key_1,
-            MULTIPLIER_0 * a,
-        )
-        key_0 = key_0 + INCREMENT_0
-        key_1 = key_1 + INCREMENT_1
-    return np.float64(a >> np.uint64(11)) * 2.0**-53
-
-
-@inline
-def _multiply_high(x, y):
-    x_low = x & LOW_HALF
-    x_high = x >> HALF_BITS
-    y_low = y & LOW_HALF
-    y_high = y >> HALF_BITS
-    middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
-    other = x_low * y_high + (middle & LOW_HALF)
-    return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
+    return np.float64(_random_bits(seed, sample_index, position)) * 2.0**-53
 
 
 def process_logits(logits, processors):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
+from ..numbers import BUCKETS, BUCKETS_PER_UNIT
 from .draw_arithmetic import (
     EXPONENT_BIAS,
     MANTISSA_BITS,
@@ -53,9 +54,6 @@ UNIT_BITS = 62
 UNITS = 2.0**UNIT_BITS
 WEIGHT_BITS, SUM_BITS = 53, 63  # at most, of a weight of 1 and of a vocabulary's sum
 MINUS_INFINITY = np.float32(-math.inf)
-# exp(-104) is 0 in float32.
-BUCKETS = 1024
-BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 DIGIT_BITS = 8
 DIGITS = 256
 KEY_BITS = 32
