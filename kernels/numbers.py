@@ -219,9 +219,9 @@ def check_range(name: str, weight: np.ndarray, dtype: str, largest: float | None
     """Raise WeightError for a finite number beyond the dtype's largest; None: float32's."""
     if largest is None:
         return
-    found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
-    if found > largest:
-        held = f"whose largest number is {largest:g}, and {name} has {found:g}"
+    greatest = np.abs(weight).max(initial=0, where=np.isfinite(weight))
+    if greatest > largest:
+        held = f"whose largest number is {largest:g}, and {name} has {greatest:g}"
         raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
 
 

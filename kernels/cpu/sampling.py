@@ -50,11 +50,11 @@ def filter_logits(logits, warpers):
 
 def top_logprobs(logits, token_id, n):
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
-    found = np.ones(3)
-    _keep_most_probable(logits, min(n, logits.size), buffers, found)
-    greatest = found[1]
-    log_total = math.log(found[2]) if found[2] else -math.inf  # no token is possible
-    kept = int(found[0])
+    summary = np.ones(3)
+    _keep_most_probable(logits, min(n, logits.size), buffers, summary)
+    greatest = summary[1]
+    log_total = math.log(summary[2]) if summary[2] else -math.inf  # no token is possible
+    kept = int(summary[0])
     ids = buffers.ids[:kept]
     scores = buffers.singles[0, :kept]
     order = np.argsort(-scores, kind="stable")[:n]
@@ -164,14 +164,14 @@ def _normalize(weights, probabilities):
 
 
 @kernel
-def _keep_most_probable(logits, n, buffers, found):
-    """Keep the n most probable tokens, with ties. found: their number, the greatest logit and the total."""
+def _keep_most_probable(logits, n, buffers, summary):
+    """Keep the n most probable tokens, with ties. summary: their number, the greatest logit and the total."""
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
-    found[0] = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
-    found[1] = greatest_of(logits)
-    found[2] = sum_of(work.weights)
+    summary[0] = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
+    summary[1] = greatest_of(logits)
+    summary[2] = sum_of(work.weights)
 
 
 @kernel

@@ -212,18 +212,18 @@ def find_border(scores, masses, limit, work):
     sums[:] = 0
     for i in range(scores.size):
         sums[_bucket_of(greatest - scores[i])] += masses[i]
-    before, found = 0.0, -1
+    before, crossing = 0.0, -1
     for step in range(BUCKETS):
         bucket = BUCKETS - 1 - step
         if np.float32(before + sums[bucket]) > limit:
-            found = bucket
+            crossing = bucket
             break
         before += sums[bucket]
-    if found < 0:
+    if crossing < 0:
         return greatest, before - mass_reaching(scores, masses, greatest)
     count = 0
     for i in range(scores.size):
-        if _bucket_of(greatest - scores[i]) == found:
+        if _bucket_of(greatest - scores[i]) == crossing:
             work.chosen[count] = -scores[i]
             work.masses[count] = masses[i]
             count += 1
@@ -293,10 +293,10 @@ def choose_greatest(team, step, choices, logits):
 
 @kernel
 def _is_end(token_id, choices):
-    found = False
+    is_end = False
     for i in range(choices.num_ends[0]):
-        found = found or choices.ends[i] == token_id
-    return found
+        is_end = is_end or choices.ends[i] == token_id
+    return is_end
 
 
 @kernel

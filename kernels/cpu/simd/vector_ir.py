@@ -351,7 +351,7 @@ def make_segments_sum(segments: int):
             rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
             while len(rows) > 1:
                 pairs = [zip(*rows[s : s + 2], strict=True) for s in range(0, len(rows), 2)]
-                rows = [[builder.fadd(*pair) for pair in each] for each in pairs]
+                rows = [[builder.fadd(*pair) for pair in both] for both in pairs]
             store_each(builder, *rows, row_vectors(builder, first))
 
         repeat(builder, count, add_up)
