@@ -1,9 +1,9 @@
-"""NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, settings of rows of logits.
+"""Arithmetic that backends share: bfloat16, rows of an int8 KV cache, draws from rows of logits, Philox.
 
-A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
+A row of a cache is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,24 @@ LEVELS = np.float32(127)
 ALL_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0**30  # above it, different logits may be divided to one denormal number
 LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
+BFLOAT16_NAN = np.uint16(0x7FC0)
+ROUNDING = np.float32(1.5 * 2**23)  # a sum with it is whole, and has the nearest whole number in its low bits
+INFINITE_BITS = 0x7F800000  # of a float32
+SIZE_BITS = 0x7FFFFFFF  # of a float32, without the sign
+BUCKETS = 1024  # of scores: the search for a border sums by buckets first
+BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)  # exp(-104) is 0 in float32
+
+# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+MULTIPLIER_0 = np.uint64(0xD2E7470EE14C6C93)
+MULTIPLIER_1 = np.uint64(0xCA5A826395121157)
+INCREMENT_0 = np.uint64(0x9E3779B97F4A7C15)
+INCREMENT_1 = np.uint64(0xBB67AE8584CAA73B)
+ROUNDS = 10
+ZERO = np.uint64(0)
+ONE = np.uint64(1)
+LOW_HALF = np.uint64(0xFFFFFFFF)
+HALF_BITS = np.uint64(32)
+UNUSED_BITS = np.uint64(11)  # a float64 in [0, 1) has 53
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -22,7 +40,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(x, np.float32)
     bits = x.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+    return np.where(np.isnan(x), BFLOAT16_NAN, rounded).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -143,13 +161,67 @@ class Processors(NamedTuple):
     biases: Ragged  # float32, one for each of bias_ids
 
 
+def multiply_high(x, y):
+    """Return the upper 64 bits of x * y, of uint64, in code that Numba compiles."""
+    x_low = x & LOW_HALF
+    x_high = x >> HALF_BITS
+    y_low = y & LOW_HALF
+    y_high = y >> HALF_BITS
+    middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
+    other = x_low * y_high + (middle & LOW_HALF)
+    return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
+
+
+def philox(multiply_high: Callable) -> Callable:
+    """Return f(seed, sample_index, position) of uint64: the 53 bits of the reference's `uniform`."""
+
+    def random_bits(key_0, key_1, position):
+        a = position + ONE
+        b = c = d = ZERO
+        for _ in range(ROUNDS):
+            a, b, c, d = (
+                multiply_high(MULTIPLIER_1, c) ^ b ^ key_0,
+                MULTIPLIER_1 * c,
+                multiply_high(MULTIPLIER_0, a) ^ d ^ key_1,
+                MULTIPLIER_0 * a,
+            )
+            key_0 += INCREMENT_0
+            key_1 += INCREMENT_1
+        return a >> UNUSED_BITS
+
+    return random_bits
+
+
+def stacked_adapters(
+    adapters: Sequence[dict[str, tuple]], modules: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return LoRA's factors of A adapters for L modules, (A, L, r, K) and (A, L, r, N), with zeros up to the rank r.
+
+    adapters: {module: (down (r, K), up (N, r))}
+    """
+    factors = {
+        (a, layer): adapter[module]
+        for a, adapter in enumerate(adapters)
+        for layer, module in enumerate(modules)
+        if module in adapter
+    }
+    shapes = [(len(down), down.shape[1], len(up)) for down, up in factors.values()]
+    r, k, n = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
+    downs = np.zeros((len(adapters), len(modules), r, k), np.float32)
+    ups = np.zeros((len(adapters), len(modules), r, n), np.float32)
+    for place, (down, up) in factors.items():
+        downs[place][: len(down)] = down
+        ups[place][: len(down)] = up.T
+    return downs, ups
+
+
 def check_range(name: str, weight: np.ndarray, dtype: str, largest: float | None) -> None:
     """Raise WeightError for a finite number beyond the dtype's largest; None: float32's."""
     if largest is None:
         return
-    found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
-    if found > largest:
-        held = f"whose largest number is {largest:g}, and {name} has {found:g}"
+    greatest = np.abs(weight).max(initial=0, where=np.isfinite(weight))
+    if greatest > largest:
+        held = f"whose largest number is {largest:g}, and {name} has {greatest:g}"
         raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
 
 

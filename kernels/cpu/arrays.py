@@ -95,8 +95,8 @@ class Array:
         """Return shape and dtype of each array in a file: a weight's are c_attn.panels and so on."""
         if self.dtype is None:
             return {name: ((self.layers, *self.shape) if self.layers else self.shape, FLOAT32)}
-        found = weight_layout(self.dtype, max(self.layers, 1), *self.shape)
-        return {f"{name}.{field}": array for field, array in found.items()}
+        layout = weight_layout(self.dtype, max(self.layers, 1), *self.shape)
+        return {f"{name}.{field}": array for field, array in layout.items()}
 
     def of_file(self, name: str, arrays: dict[str, np.ndarray]) -> Any:
         """Return the array, or the weight's record, without copies."""
@@ -145,29 +145,29 @@ def model_arrays(config, dtype: str, tied: bool) -> dict[str, Array]:
 
 def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return shape and dtype of each array of a converted file."""
-    found = model_arrays(config, dtype, tied).items()
-    return {place: array for name, given in found for place, array in given.layout(name).items()}
+    table = model_arrays(config, dtype, tied).items()
+    return {place: part for name, array in table for place, part in array.layout(name).items()}
 
 
 def to_file(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return a converted file's arrays, of those that `load_arrays` returns."""
-    found = {}
+    parts = {}
     for name, array in arrays.items():
         weight = {"": array} if isinstance(array, np.ndarray) else array._asdict()
-        found |= {f"{name}.{field}" if field else name: part for field, part in weight.items()}
-    return found
+        parts |= {f"{name}.{field}" if field else name: part for field, part in weight.items()}
+    return parts
 
 
 def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "CpuShare | None" = None) -> Params:
     """Return Params of a file's arrays, without copies: panels must start on a vector's boundary. share: a rank's."""
     share = share or share_of(config, dtype)
     table = model_arrays(config, dtype, "wte.panels" not in arrays)
-    given = {
+    parts = {
         name: share.cut(array, array.of_file(name, arrays))
         for name, array in table.items()
         if share.has(array)
     }
-    return new_params(config, dtype, given, share)
+    return new_params(config, dtype, parts, share)
 
 
 def parameter_of(arrays: dict[str, np.ndarray], config, dtype: str, name: str) -> np.ndarray:
@@ -183,12 +183,12 @@ def parameter_of(arrays: dict[str, np.ndarray], config, dtype: str, name: str) -
     ours = next((ours for ours, theirs in LINEARS.items() if theirs == part), part)
     if ours == "wte" and ours not in table:  # tied
         ours = "lm_head"
-    given = ours if kind == "weight" and ours in table else f"{ours}_{kind}"
-    array = table[given]
-    value = array.of_file(given, arrays)
+    place = ours if kind == "weight" and ours in table else f"{ours}_{kind}"
+    array = table[place]
+    value = array.of_file(place, arrays)
     if array.dtype is not None:
         n, k = array.shape
-        value = unpack(array.dtype, tuple(each[layer] for each in value), n, k)
+        value = unpack(array.dtype, tuple(part[layer] for part in value), n, k)
         if ours in FACTORS_BEFORE and FACTORS_BEFORE[ours] in table:
             value = value * arrays[FACTORS_BEFORE[ours]][layer, :k]
         return value / arrays["head_factors"] if ours == "lm_head" else value

@@ -88,14 +88,14 @@ class Inline(Declared):
 class Choice(Declared):
     """One name of several functions: the type of an argument chooses."""
 
-    def __init__(self, *given: Any):
-        self._given = given
+    def __init__(self, *choices: Any):
+        self._choices = choices
 
     @cached_property
     def in_numba(self) -> Callable:
         from .compiler import new_choice
 
-        return new_choice(*self._given)
+        return new_choice(*self._choices)
 
 
 class Intrinsic(Declared):

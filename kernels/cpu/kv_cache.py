@@ -104,11 +104,11 @@ def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarra
     k = k.reshape(*k.shape[:3], -1, per_step).swapaxes(2, 3)  # (L, H, D / P, n, P)
     for block, inside in _blocks(start, stop):
         first = block * KEY_BLOCK + inside.start - start
-        given = slice(first, first + inside.stop - inside.start)
-        kv_cache.k[:, slot, :, block, :, inside] = k[:, :, :, given]
+        new = slice(first, first + inside.stop - inside.start)
+        kv_cache.k[:, slot, :, block, :, inside] = k[:, :, :, new]
         for part in range(per_step):  # every P-th position
             skipped = (part - inside.start) % per_step
-            values = v[:, :, given][:, :, skipped::per_step]  # (L, H, n / P, D)
+            values = v[:, :, new][:, :, skipped::per_step]  # (L, H, n / P, D)
             step = (inside.start + skipped) // per_step
             kv_cache.v[:, slot, :, block, step : step + values.shape[2], :size, part] = values
     _clear_rest(kv_cache, slot, stop)

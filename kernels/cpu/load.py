@@ -161,9 +161,9 @@ def pack_layers(
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         places = [part[layer if is_whole else 0] for part in record]
-        given = source, is_transposed, all_factors[layer]
+        weight = source, is_transposed, all_factors[layer]
         for packed in [
-            packers.submit(pack, array.dtype, *given, places, *pair) for pair in itertools.pairwise(bounds)
+            packers.submit(pack, array.dtype, *weight, places, *pair) for pair in itertools.pairwise(bounds)
         ]:
             packed.result()
         checkpoint.release(name)

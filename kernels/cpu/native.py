@@ -104,8 +104,8 @@ def objects() -> Objects | None:
 
 def status() -> str:
     """Return how many objects there are for this CPU, or why there are none."""
-    found, reason = _open()
-    return f"{found.count} in the package" if found else f"none: {reason}"
+    objects_here, reason = _open()
+    return f"{objects_here.count} in the package" if objects_here else f"none: {reason}"
 
 
 @functools.cache

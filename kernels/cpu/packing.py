@@ -3,14 +3,14 @@
 import numpy as np
 
 from .. import numbers
+from ..numbers import BFLOAT16_NAN, ROUNDING
 from .jit import kernel
 from .layers.operands import from_bfloat16, to_bfloat16
 from .simd.products import to_float16
 from .simd.tiles import OUT_TILE
-from .simd.vector_ir import ROUNDING, WEIGHT_GROUP
+from .simd.vector_ir import WEIGHT_GROUP
 
 LEVELS = np.float32(15)
-NAN = np.uint16(0x7FC0)  # as bfloat16
 # Shares of a group's range that int4 tries: smaller steps, with clipping.
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 
@@ -59,9 +59,9 @@ def pack_int8(weight, is_transposed, factors, work, panels, scales, first, last)
                 largest[j] = max(largest[j], abs(block[k, j]))
                 unfinite[j] += block[k, j] * np.float32(0)
         for j in range(OUT_TILE):
-            inverse[j] = np.float32(127) / largest[j] if largest[j] > 0 else np.float32(0)
+            inverse[j] = numbers.LEVELS / largest[j] if largest[j] > 0 else np.float32(0)
             # A maximum ignores NaN; 0 * x is NaN if x is not finite.
-            scales[p * OUT_TILE + j] = largest[j] / np.float32(127) + unfinite[j]
+            scales[p * OUT_TILE + j] = largest[j] / numbers.LEVELS + unfinite[j]
         for k in range(block.shape[0]):
             for j in range(OUT_TILE):
                 nearest = (block[k, j] * inverse[j] + ROUNDING) - ROUNDING
@@ -103,7 +103,7 @@ def _choose_scales(group, work, group_scales):
     for i in range(WEIGHT_GROUP):
         for j in range(OUT_TILE):
             low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
-    group_scales[0] = NAN  # stays if no error is finite
+    group_scales[0] = BFLOAT16_NAN  # stays if no error is finite
     for share in SHARES:
         for j in range(OUT_TILE):
             step = (high[j] - low[j]) * share / LEVELS

@@ -25,7 +25,7 @@ def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES)
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(repetitions):
             start = time.perf_counter()
-            list(pool.map(lambda given: _repeat_tile(*given, unit.of_chunk, tiles), arguments))
+            list(pool.map(lambda operands: _repeat_tile(*operands, unit.of_chunk, tiles), arguments))
             seconds.append(time.perf_counter() - start)
     return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / min(seconds)
 

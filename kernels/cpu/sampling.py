@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from ..numbers import multiply_high, philox
 from .jit import inline, kernel
 from .sampling_rows import (
     divide,
@@ -23,15 +24,6 @@ NO_ROWS = np.empty((0, 0), np.float32)
 NO_TOKENS = np.empty(0, np.int32)
 NO_NUMBERS = np.empty((3, 0), np.uint64)
 STRIDE = 1024  # of a draw's search, before single weights
-
-# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-MULTIPLIER_0 = np.uint64(0xD2E7470EE14C6C93)
-MULTIPLIER_1 = np.uint64(0xCA5A826395121157)
-INCREMENT_0 = np.uint64(0x9E3779B97F4A7C15)
-INCREMENT_1 = np.uint64(0xBB67AE8584CAA73B)
-ROUNDS = 10
-LOW_HALF = np.uint64(0xFFFFFFFF)
-HALF_BITS = np.uint64(32)
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
@@ -58,11 +50,11 @@ def filter_logits(logits, warpers):
 
 def top_logprobs(logits, token_id, n):
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
-    found = np.ones(3)
-    _keep_most_probable(logits, min(n, logits.size), buffers, found)
-    greatest = found[1]
-    log_total = math.log(found[2]) if found[2] else -math.inf  # no token is possible
-    kept = int(found[0])
+    summary = np.ones(3)
+    _keep_most_probable(logits, min(n, logits.size), buffers, summary)
+    greatest = summary[1]
+    log_total = math.log(summary[2]) if summary[2] else -math.inf  # no token is possible
+    kept = int(summary[0])
     ids = buffers.ids[:kept]
     scores = buffers.singles[0, :kept]
     order = np.argsort(-scores, kind="stable")[:n]
@@ -172,14 +164,14 @@ def _normalize(weights, probabilities):
 
 
 @kernel
-def _keep_most_probable(logits, n, buffers, found):
-    """Keep the n most probable tokens, with ties. found: their number, the greatest logit and the total."""
+def _keep_most_probable(logits, n, buffers, summary):
+    """Keep the n most probable tokens, with ties. summary: their number, the greatest logit and the total."""
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
-    found[0] = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
-    found[1] = greatest_of(logits)
-    found[2] = sum_of(work.weights)
+    summary[0] = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
+    summary[1] = greatest_of(logits)
+    summary[2] = sum_of(work.weights)
 
 
 @kernel
@@ -202,35 +194,13 @@ def _draw(weights, number):
     return chosen
 
 
+_random_bits = kernel(philox(inline(multiply_high)))
+
+
 @kernel
 def uniform(seed, sample_index, position):
     """Return the reference's `uniform`."""
-    a = position + np.uint64(1)
-    b = np.uint64(0)
-    c = np.uint64(0)
-    d = np.uint64(0)
-    key_0, key_1 = seed, sample_index
-    for _ in range(ROUNDS):
-        a, b, c, d = (
-            _multiply_high(MULTIPLIER_1, c) ^ b ^ key_0,
-            MULTIPLIER_1 * c,
-            _multiply_high(MULTIPLIER_0, a) ^ d ^ key_1,
-            MULTIPLIER_0 * a,
-        )
-        key_0 = key_0 + INCREMENT_0
-        key_1 = key_1 + INCREMENT_1
-    return np.float64(a >> np.uint64(11)) * 2.0**-53
-
-
-@inline
-def _multiply_high(x, y):
-    x_low = x & LOW_HALF
-    x_high = x >> HALF_BITS
-    y_low = y & LOW_HALF
-    y_high = y >> HALF_BITS
-    middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
-    other = x_low * y_high + (middle & LOW_HALF)
-    return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
+    return np.float64(_random_bits(seed, sample_index, position)) * 2.0**-53
 
 
 def process_logits(logits, processors):

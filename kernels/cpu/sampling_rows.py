@@ -8,18 +8,18 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from ..numbers import BUCKETS, BUCKETS_PER_UNIT, INFINITE_BITS, SIZE_BITS
 from .jit import Intrinsic, inline, kernel
 from .simd.vector_ir import address, array_at, float32_at
 from .team import atomic_load, atomic_store, claim, complete, finish_phase
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 PARTIAL_SUMS = 64  # accumulators that LLVM adds side by side
-BUCKETS = 1024  # the search for a border sums by buckets first
-# exp(-104) is 0 in float32.
-BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 
-MAGNITUDE = np.int32(0x7FFFFFFF)  # float32 bits without the sign
-LEAST_KEY, GREATEST_KEY = -0x7F800001, 0x7F800000  # the keys of -inf and +inf: see `key_of`
+MAGNITUDE = np.int32(SIZE_BITS)
+# The keys of -inf and +inf: see `key_of`.
+LEAST_KEY = ~INFINITE_BITS
+GREATEST_KEY = INFINITE_BITS
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH = 6.93147180369123816490e-01
@@ -212,18 +212,18 @@ def find_border(scores, masses, limit, work):
     sums[:] = 0
     for i in range(scores.size):
         sums[_bucket_of(greatest - scores[i])] += masses[i]
-    before, found = 0.0, -1
+    before, crossing = 0.0, -1
     for step in range(BUCKETS):
         bucket = BUCKETS - 1 - step
         if np.float32(before + sums[bucket]) > limit:
-            found = bucket
+            crossing = bucket
             break
         before += sums[bucket]
-    if found < 0:
+    if crossing < 0:
         return greatest, before - mass_reaching(scores, masses, greatest)
     count = 0
     for i in range(scores.size):
-        if _bucket_of(greatest - scores[i]) == found:
+        if _bucket_of(greatest - scores[i]) == crossing:
             work.chosen[count] = -scores[i]
             work.masses[count] = masses[i]
             count += 1
@@ -255,7 +255,7 @@ def _bucket_of(gap):
 
 MAX_ENDS = 64  # with more, a call is one step
 SCAN_BLOCK = 1024  # scores, 4 KB, in the L1 cache
-NOT_A_NUMBER = np.int32(0x7FFFFFFF)  # above every key
+NOT_A_NUMBER = MAGNITUDE  # above every key
 ONE = np.int64(1)
 
 
@@ -293,10 +293,10 @@ def choose_greatest(team, step, choices, logits):
 
 @kernel
 def _is_end(token_id, choices):
-    found = False
+    is_end = False
     for i in range(choices.num_ends[0]):
-        found = found or choices.ends[i] == token_id
-    return found
+        is_end = is_end or choices.ends[i] == token_id
+    return is_end
 
 
 @kernel

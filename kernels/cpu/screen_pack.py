@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..numbers import LEVELS
 from .dtypes import DTYPES, new_weight, panel_count
 from .layers.linear import Linear, whole
 from .layers.operands import Int8Operand
@@ -83,7 +84,7 @@ def pack_panels(screen: Screen, weight: Any) -> None:
             mean[:] = unpack(weight.panels[0, ::MEAN_OF]).mean((0, 2), np.float64)[:k, None]
         for panel in range(first, stop):
             rest = unpack(weight.panels[0, panel : panel + 1])[0, :k] - mean  # (K, OUT_TILE) float64
-            scales = (np.abs(rest).max(0) / 127).astype(np.float32)
+            scales = (np.abs(rest).max(0) / LEVELS).astype(np.float32)
             scales[scales < LEAST_SCALE] = 0
             levels = np.rint(rest * np.where(scales > 0, 1 / scales, 0))
             numbers = np.full((screen.segments[-1], OUT_TILE), 128, np.uint8)

@@ -25,8 +25,17 @@ LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
 # Indices into the board; groups follow the shares.
 PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))
 GROUP = 8  # shares whose items are counted together first
-# Indices into a thread's own words. LOOKS: vain looks at others' shares. LAST_YIELD: the time of the last yield.
-PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LAST_YIELD = range(10)
+# Indices into a thread's own words.
+PHASE = 0  # that it is in
+JOINED = 1  # the phase at which it joined the step
+NUMBER = 2  # of the thread
+MEMBERS = 3  # of the team
+ITEMS = 4  # of the phase
+UNCOUNTED = 5  # own items that are done
+TAKEN_FROM = 6  # the share of the item in work, if another's
+LOOKS = 7  # in vain, at others' shares
+CLAIMED = 8  # items
+LAST_YIELD = 9  # its time
 SHIFT = np.int64(24)  # 16 million items a phase, 2**39 phases
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ZERO = np.int64(0)

@@ -197,8 +197,8 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
     r = batch.logit_rows.size
     step.token_ids[:n] = batch.token_ids
     if batch.embeds.size:
-        given = np.flatnonzero(batch.token_ids < 0)
-        step.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
+        with_embeds = np.flatnonzero(batch.token_ids < 0)
+        step.embeds[with_embeds] = batch.embeds[-1 - batch.token_ids[with_embeds]]
     step.positions[:n] = batch.positions
     step.token_slots[:n] = batch.token_slots
     step.tiles[: tiles.size] = tiles

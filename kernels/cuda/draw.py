@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
+from ..numbers import BUCKETS, BUCKETS_PER_UNIT
 from .draw_arithmetic import (
     EXPONENT_BIAS,
     MANTISSA_BITS,
@@ -53,9 +54,6 @@ UNIT_BITS = 62
 UNITS = 2.0**UNIT_BITS
 WEIGHT_BITS, SUM_BITS = 53, 63  # at most, of a weight of 1 and of a vocabulary's sum
 MINUS_INFINITY = np.float32(-math.inf)
-# exp(-104) is 0 in float32.
-BUCKETS = 1024
-BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 DIGIT_BITS = 8
 DIGITS = 256
 KEY_BITS = 32
@@ -70,7 +68,7 @@ class Shared(NamedTuple):
     strips: Any  # (MAX_WARPS,) int64
     low: Any  # (BUCKETS,) uint32, the lower half of each bucket's sum
     high: Any  # (BUCKETS,) uint32
-    found: Any  # (4,) int64
+    answer: Any  # (4,) int64
     counter: Any  # (1,) int32
 
 
@@ -354,7 +352,7 @@ def _add_mass(shared, bucket, mass):
 @device_function
 def _find_bucket(shared, size, above, goal):
     """Return the first bucket at which the sum, with `above`, reaches the goal, or `size`; then as `find_border`."""
-    found = shared.found
+    answer = shared.answer
     cuda.syncthreads()
     lane = int32(cuda.threadIdx.x)
     share = size // WARP
@@ -367,16 +365,16 @@ def _find_bucket(shared, size, above, goal):
         if goal <= 0:
             goal = max(goal + total, int64(1))
         if lane == WARP - 1 and total < goal:
-            found[0], found[1], found[2], found[3] = int64(size), goal, total, int64(0)
+            answer[0], answer[1], answer[2], answer[3] = int64(size), goal, total, int64(0)
         if end - mass < goal <= end:
             end -= mass
             i = lane * share
             while end + _mass_at(shared, i) < goal:
                 end += _mass_at(shared, i)
                 i += 1
-            found[0], found[1], found[2], found[3] = int64(i), goal, end, _mass_at(shared, i)
+            answer[0], answer[1], answer[2], answer[3] = int64(i), goal, end, _mass_at(shared, i)
     cuda.syncthreads()
-    return int32(found[0]), found[1], found[2], found[3]
+    return int32(answer[0]), answer[1], answer[2], answer[3]
 
 
 @device_function
@@ -391,7 +389,7 @@ def _first_passing(row, score, is_draw, goal, fraction):
     The sum is of weights, and the goal fraction * 2**-64 of their total, or the sum is of scores that equal `score`.
     """
     strips = row.shared.strips
-    found = row.shared.found
+    answer = row.shared.answer
     begin, end, is_first = int32(0), int32(row.size), True
     while is_first or end - begin > WARP:
         total = _sum_strips(row, score, is_draw, begin, end)
@@ -410,9 +408,9 @@ def _first_passing(row, score, is_draw, goal, fraction):
         mass = _draw_mass(row, i, score, is_draw) if i < end else int64(0)
         sum_with = warp_cumulated(mass)
         if sum_with - mass <= goal < sum_with:
-            found[0] = int64(i)
+            answer[0] = int64(i)
     cuda.syncthreads()
-    return int32(found[0])
+    return int32(answer[0])
 
 
 @device_function

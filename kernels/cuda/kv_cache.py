@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
-from ..numbers import LEAST_ROW, LEVELS, SCALE_BYTES, to_rows
+from ..numbers import INFINITE_BITS, LEAST_ROW, LEVELS, ROUNDING, SCALE_BYTES, SIZE_BITS, to_rows
 from . import device as devices
 from .jit import (
     WARP,
@@ -33,8 +33,6 @@ PUT_THREADS = 3 * WARP
 COPY = "copy"
 READ = "read"
 WRITE = "write"
-ROUNDING = np.float32(1.5 * 2**23)  # a sum with it is whole, and its low byte that of the number
-INFINITE = 0x7F800000  # bits of a float32
 
 
 @device_function
@@ -261,12 +259,12 @@ def put_kernel(dtype: str):
             return
         greatest = int32(0)
         for d in range(lane, head_size, int32(WARP)):
-            size = int32(float32_to_bits(load(rows, row + d)) & uint32(0x7FFFFFFF))
+            size = int32(float32_to_bits(load(rows, row + d)) & uint32(SIZE_BITS))
             greatest = max(greatest, size)  # of bits: a NaN is the greatest
         greatest = warp_greatest(greatest)
         largest = bits_to_float32(uint32(greatest))
         scale, inverse = float32(0), float32(0)
-        if greatest >= INFINITE:
+        if greatest >= INFINITE_BITS:
             scale = float32(math.nan)
         elif largest >= LEAST_ROW:
             scale, inverse = largest / LEVELS, LEVELS / largest

@@ -337,19 +337,19 @@ def fill(workspace: Workspace, batch, num_tokens: Any) -> Queries:
     """Copy a batch to the device. num_tokens: (R,) or one for all, as of Warpers."""
     mirror = workspace.inputs.mirror
     queries = Queries.of(batch, workspace.max_shape)
-    num_tokens = batch.token_ids.size
-    num_rows = batch.logit_rows.size
+    n = batch.token_ids.size
+    r = batch.logit_rows.size
     mirror.host["tiles"][:] = 0
-    mirror.host["num_tokens"][:num_rows] = num_tokens
+    mirror.host["num_tokens"][:r] = num_tokens
     for name in ("rows", "lone"):
         mirror.host[name][:] = -1
     mirror.write(
-        sizes=np.array([num_tokens, num_rows, 0, num_tokens * workspace.max_shape.experts], np.int32),
+        sizes=np.array([n, r, 0, n * workspace.max_shape.experts], np.int32),
         token_ids=batch.token_ids,
         positions=batch.positions,
         token_slots=batch.token_slots,
         logit_rows=batch.logit_rows,
-        rows=np.arange(num_rows, dtype=np.int32),
+        rows=np.arange(r, dtype=np.int32),
         lone=queries.lone,
         tiles=queries.tiles,
     )

@@ -105,9 +105,9 @@ def num_after_breaker(token_ids, breakers):
     """Return how many tokens follow the last breaker; breakers: a breaker's first token -> its others, as tuples."""
     for i in reversed(range(len(token_ids))):
         rests = breakers.get(token_ids[i], ())
-        found = [len(rest) for rest in rests if tuple(token_ids[i + 1 : i + 1 + len(rest)]) == rest]
-        if found:
-            return len(token_ids) - i - 1 - max(found)
+        lengths = [len(rest) for rest in rests if tuple(token_ids[i + 1 : i + 1 + len(rest)]) == rest]
+        if lengths:
+            return len(token_ids) - i - 1 - max(lengths)
     return len(token_ids)
 
 

@@ -64,11 +64,11 @@ def test_a_checkpoint(capsys, folder):
 
 
 def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
-    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3, activation_function="selu")
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3, activation_function="made_up")
     (folder / "model.safetensors").write_bytes(b"not weights")
     report = info(capsys, folder)
     config, weights = report["refused"]
-    assert "selu" in config
+    assert "made_up" in config
     assert "model.safetensors is a damaged safetensors file" in weights
     assert report["config"] is report["tied"] is report["ignored"] is None
     assert report["tensors"] == {}
@@ -77,7 +77,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
     assert cli.main(["info", str(folder)]) == 1
     out, err = capsys.readouterr()
     assert err.endswith('cannot be used: the report says why, under "refused".\n')
-    assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
+    assert "activation_function is 'made_up'" in out.partition("\nrefused\n")[2]
     assert "unknown" in out
 
 

@@ -325,11 +325,11 @@ mpt-4 | {"attn_config": {"qk_ln": true}} | attn_config.qk_ln is True
 mpt-4 | {"attn_config": {"alibi": false}} | attn_config.alibi is False
 mpt-4 | {"attn_config": {"softmax_scale": 0.5}} | attn_config.softmax_scale is 0.5
 mpt-4 | {"no_bias": false} | no_bias is False
-gpt-1 | {"afn": "relu6"} | afn is 'relu6'
+gpt-1 | {"afn": "made_up"} | afn is 'made_up'
 gpt-1 | {"n_head": 5} | cannot be divided into 5 heads
 opt | {"word_embed_proj_dim": 0} | word_embed_proj_dim is 0
 opt | {"do_layer_norm_before": "no"} | do_layer_norm_before is 'no'
-opt | {"activation_function": "gelu_10"} | activation_function is 'gelu_10'
+opt | {"activation_function": "made_up"} | activation_function is 'made_up'
 opt | {"hidden_size": [1]} | n_embd is \[1\]
 xglm | {"add_cross_attention": true} | add_cross_attention is True
 xglm | {"scale_embedding": 2} | scale_embedding is 2
@@ -337,7 +337,7 @@ xglm | {"d_model": 3} | d_model is 3 and must be a whole number from 4 to
 xglm | {"max_position_embeddings": 1048576} | max_position_embeddings is 1048576 and must be
 xglm | {"pad_token_id": "x"} | pad_token_id is 'x'
 biogpt | {"scale_embedding": null} | scale_embedding is None
-biogpt | {"hidden_act": "gelu_10"} | activation_function is 'gelu_10'
+biogpt | {"hidden_act": "made_up"} | activation_function is 'made_up'
 """)
 
 

@@ -336,16 +336,16 @@ def _candidates(
         error = sequence.not_finite
     if error is not None:
         return Candidates(np.empty(0, np.int64), np.empty(0, np.float32), error=error)
-    found = Candidates.of(scores, count)
+    candidates = Candidates.of(scores, count)
     params = sequence.params
-    if params.logprobs is None or not found.token_ids.size:
-        return found
+    if params.logprobs is None or not candidates.token_ids.size:
+        return candidates
     reported = log_probs if params.logprobs_mode == "raw" else numbers.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
     return replace(
-        found,
+        candidates,
         best=dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)),
-        own=dict(zip(found.token_ids.tolist(), reported[found.token_ids].tolist(), strict=True)),
+        own=dict(zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)),
     )
 
 

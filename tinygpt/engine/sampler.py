@@ -132,9 +132,7 @@ class Sampler:
         rows = [r for r, state in enumerate(states) if state.is_processed]
         if rows:
             self.backend.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
-        return [
-            _call_functions(scores, r, *each) for r, each in enumerate(zip(states, sequences, strict=True))
-        ]
+        return [_call_functions(scores, r, *row) for r, row in enumerate(zip(states, sequences, strict=True))]
 
     def _updated_states(self, sequences: Seq[Sequence]) -> list[SamplingState]:
         for sequence in sequences:

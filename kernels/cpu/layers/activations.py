@@ -5,8 +5,9 @@ Every step is one IEEE operation or an fma: bits depend neither on the place in 
 
 import numpy as np
 
+from ...numbers import ROUNDING
 from ..jit import kernel
-from ..simd.vector_ir import ROUNDING, fma
+from ..simd.vector_ir import fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)

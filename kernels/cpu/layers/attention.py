@@ -4,6 +4,8 @@ A query meets blocks of KEY_BLOCK absolute positions in order, with a running ma
 and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on its position alone.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..jit import inline, kernel
@@ -125,6 +127,33 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
     finish_phase(team)
 
 
+class Room(NamedTuple):
+    """The scratch of a tile's queries: addresses, and values of each query."""
+
+    q: int  # (ROW_TILE, q_bytes)
+    q_bytes: int
+    scores: int  # (ROW_TILE, KEY_BLOCK) float32
+    weights: int  # (ROW_TILE, KEY_BLOCK)
+    totals: int  # (ROW_TILE, columns) float32
+    highest: np.ndarray  # (LANES,) float32: the greatest score
+    weight_sum: np.ndarray  # (LANES,) float32
+    factors: np.ndarray  # (LANES,) float32: of what is summed before a block
+
+
+@inline
+def room_in(scratch, k_cache, v_cache):
+    q = address(scratch)
+    q_bytes = bytes_of_query(k_cache)
+    scores = q + ROW_TILE * q_bytes
+    weights = place_of_weights(v_cache, scores)
+    totals = scores + 2 * ROW_TILE * SCORE_BYTES
+    after_totals = totals + ROW_TILE * v_cache.shape[4] * 4
+    highest = float32_at(after_totals, LANES)
+    weight_sum = float32_at(after_totals + VECTOR_BYTES, LANES)
+    factors = float32_at(after_totals + 2 * VECTOR_BYTES, LANES)
+    return Room(q, q_bytes, scores, weights, totals, highest, weight_sum, factors)
+
+
 @inline
 def _attend_tile(
     first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch
@@ -133,15 +162,8 @@ def _attend_tile(
     steps = steps_of_key(k_cache)
     columns = v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
-    q = address(scratch)
-    q_bytes = bytes_of_query(k_cache)  # (ROW_TILE,) of them
-    scores = q + ROW_TILE * q_bytes  # (ROW_TILE, KEY_BLOCK)
-    weights = place_of_weights(v_cache, scores)  # (ROW_TILE, KEY_BLOCK)
-    totals = scores + 2 * ROW_TILE * SCORE_BYTES  # (ROW_TILE, columns)
-    after_totals = totals + ROW_TILE * columns * 4
-    highest = float32_at(after_totals, LANES)
-    weight_sum = float32_at(after_totals + VECTOR_BYTES, LANES)
-    factors = float32_at(after_totals + 2 * VECTOR_BYTES, LANES)
+    # Unpacked: a tuple in use all the while gives a tenth more instructions.
+    q, q_bytes, scores, weights, totals, highest, weight_sum, factors = room_in(scratch, k_cache, v_cache)
     highest[:], weight_sum[:] = -np.inf, ZERO
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
@@ -149,44 +171,55 @@ def _attend_tile(
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
 
     newest = positions[last - 1]
-    stride = k_cache.strides[2]
     blocks = newest // KEY_BLOCK + 1
     for block in range(blocks):
         first_key = block * KEY_BLOCK
         keys = _block(k_cache, slot, head, block)
         values = _block(v_cache, slot, head, block)
         visible = min(KEY_BLOCK, newest + 1 - first_key)
-        ahead = (
-            after + block * stride
-            if blocks <= NEAR_BLOCKS
-            else keys + stride
-            if block + 1 < blocks
-            else after
-        )
+        ahead = _block_ahead(keys, after, block, blocks, k_cache.strides[2])
         where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, ahead, LINE_BYTES
         panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
-            position = positions[first + r]
-            add_distances(alibi, row_scores, head, first_key - position)
-            factors[r], highest[r] = highest[r], _highest_of(row_scores, position + 1 - first_key, highest[r])
+            distance = first_key - positions[first + r]
+            add_distances(alibi, row_scores, head, distance)
+            factors[r] = highest[r]
+            highest[r] = _highest_of(row_scores, 1 - distance, highest[r])
         _lessen(weight_sum, factors, highest)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             weight_sum[r] += _exp_of(row_scores, highest[r])
-            _multiply(float32_at(totals + r * columns * 4, columns), factors[r])
+            rescale(float32_at(totals + r * columns * 4, columns), factors[r])
             seen = positions[first + r] + 1 - first_key
             value_scales = keys + (steps + 1) * KEY_STEP_BYTES
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, value_scales)
         # Keys past the newest are undefined. Keys that a row may not see have weight 0.
-        _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
+        add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
 
     for r in range(rows):
-        share = ONE / weight_sum[r]
         total = float32_at(totals + r * columns * 4, size)
         target = float32_at(address(out) + ((first + r) * out.shape[1] + head * size) * 4, size)
-        for d in range(size):
-            target[d] = total[d] * share
+        _normalize(target, total, weight_sum[r])
+
+
+@inline
+def _block_ahead(keys, after, block, blocks, stride):
+    """Return the block of keys that is prefetched next to a block: of the next head if this head's are near."""
+    if blocks <= NEAR_BLOCKS:
+        ahead = after + block * stride
+    elif block + 1 < blocks:
+        ahead = keys + stride
+    else:
+        ahead = after
+    return ahead
+
+
+@inline
+def _normalize(target, total, weight_sum):
+    share = ONE / weight_sum
+    for d in range(target.size):
+        target[d] = total[d] * share
 
 
 @inline
@@ -211,7 +244,7 @@ def _exp_of(scores, highest):
 
 
 @inline
-def _multiply(total, factor):
+def rescale(total, factor):
     for d in range(total.size):
         total[d] *= factor
 
@@ -227,7 +260,7 @@ def add_distances(alibi, scores, head, distance):
 
 
 @kernel
-def _add_values(cache, rows, weights, values, keys, totals, following):
+def add_values(cache, rows, weights, values, keys, totals, following):
     columns = cache.shape[4]
     per_step = cache.shape[5]
     row_bytes = columns * STEP_BYTES

@@ -8,7 +8,7 @@ scales of key and value.
 
 import numpy as np
 
-from ...numbers import LEAST_ROW, LEVELS
+from ...numbers import LEAST_ROW, LEVELS, ROUNDING, SIZE_BITS
 from ..jit import kernel, overload_by_dtype
 from ..simd.targets import TARGET
 from ..simd.tiles import (
@@ -23,7 +23,6 @@ from ..simd.tiles import (
 )
 from ..simd.vector_ir import (
     LANES,
-    ROUNDING,
     ROUNDING_BITS,
     address,
     float32_at,
@@ -45,7 +44,7 @@ PER_STEP = 4  # values of int8
 SCALE_STEPS = 2  # after a key's
 WEIGHT_LEVELS = np.float32(2**14 - 1)
 OFFSET = 128  # of a byte from its number
-SIZE = np.uint32(0x7FFFFFFF)
+SIZE = np.uint32(SIZE_BITS)
 BYTE = np.uint32(0xFF)
 INFINITE = np.float32(np.inf)
 NAN = np.float32(np.nan)

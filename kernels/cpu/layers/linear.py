@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...backend import LINEARS
-from ...numbers import even_bounds
+from ...numbers import even_bounds, stacked_adapters
 from ..dtypes import Tile, add_tile, expand, panel_address, scales_of, unit_of
 from ..jit import inline, kernel, overload_by_dtype
 from ..simd.tiles import AHEAD, CHUNK_BYTES, LINE_BYTES, OUT_TILE, ROW_BLOCK
@@ -65,7 +65,7 @@ class Adapters(NamedTuple):
 
 @inline
 def linear(team, out, x, linears, layer, segments, activation, add):
-    """Compute out = activation(x @ weight.T + bias), or out += it if `add`. A phase; needs epilogue.SCRATCH of scratch.
+    """Compute out = activation(x @ weight.T + bias), or out += it if `add`. A phase; needs SCRATCH values of scratch.
 
     out (M, N) float32, x an operand, linears a Linear, segments: bounds of K's segments.
     """
@@ -325,17 +325,5 @@ def with_adapters(
 
 
 def _stacked(adapters: list[dict[str, tuple]], layers: int, name: str) -> Factors:
-    found = {
-        (a, layer): adapter[f"h.{layer}.{name}"]
-        for a, adapter in enumerate(adapters)
-        for layer in range(layers)
-        if f"h.{layer}.{name}" in adapter
-    }
-    shapes = [(down.shape[1], up.shape[0], len(down)) for down, up in found.values()]
-    k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
-    downs = np.zeros((len(adapters), layers, k, r), np.float32)
-    ups = np.zeros((len(adapters), layers, r, n), np.float32)
-    for place, (down, up) in found.items():
-        downs[place][:, : len(down)] = down.T
-        ups[place][: len(down)] = up.T
-    return Factors(downs, ups)
+    down, up = stacked_adapters(adapters, [f"h.{layer}.{name}" for layer in range(layers)])
+    return Factors(np.ascontiguousarray(down.swapaxes(2, 3)), up)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from ...numbers import BFLOAT16_NAN, INFINITE_BITS, LEVELS, ROUNDING, SIZE_BITS
 from ..jit import kernel, overload_by_dtype
 from ..simd.targets import TARGET
 from ..simd.tiles import OUT_TILE
@@ -15,7 +16,6 @@ from ..simd.vector_ir import (
     I32,
     INTS,
     LANES,
-    ROUNDING,
     ROUNDING_BITS,
     ROW_BYTES,
     SCALE_GROUP,
@@ -42,11 +42,9 @@ from ..simd.vector_ir import (
 )
 from ..team import claim_rows, complete_rows, finish_phase
 
-INFINITE_BITS = 0x7F800000
 HALF_WAY = np.uint32(0x7FFF)
 ONE_BIT = np.uint32(1)
 SIXTEEN = np.uint32(16)
-NAN = np.uint16(0x7FC0)
 LEAST_GROUP = 2.0**-120  # a smaller group is zeros: 127 / largest must stay finite
 
 
@@ -84,7 +82,7 @@ def to_bfloat16(x):
     """Return the nearest bfloat16's bits as numbers.to_bfloat16 does, ties to even."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) >> SIXTEEN
-    return np.uint16(rounded) if x == x else NAN
+    return np.uint16(rounded) if x == x else BFLOAT16_NAN
 
 
 @kernel
@@ -214,13 +212,13 @@ def _vectors_at(builder, start):
 
 def _quantize(builder, values, kind, target, scales) -> None:
     # Sizes are in the order of their bits: infinity and NaN are larger than all others.
-    sizes = [builder.and_(builder.bitcast(v, INTS), splat(INTS, 0x7FFFFFFF)) for v in values]
+    sizes = [builder.and_(builder.bitcast(v, INTS), splat(INTS, SIZE_BITS)) for v in values]
     largest_bits = fold(
         builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int
     )
     largest = builder.bitcast(largest_bits, F32)
     zero = F32(0.0)
-    limit = F32(127.0)
+    limit = F32(LEVELS)
     is_zero = builder.fcmp_ordered("<", largest, F32(LEAST_GROUP))
     inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
     sums = []

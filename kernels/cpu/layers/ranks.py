@@ -80,11 +80,11 @@ def take_rows(team, x, ranks):
     while first >= 0:
         for n in range(first, last):
             row = float32_at(address(x) + n * columns * 4, columns)
-            found = float32_at(
+            gathered = float32_at(
                 address(ranks.gathered) + (ranks.owners[n] * x.size + n * columns) * 4, columns
             )
             for c in range(columns):
-                row[c] = found[c]
+                row[c] = gathered[c]
         complete_rows(team, x.shape[0])
         first, last = claim_rows(team, x.shape[0])
     finish_phase(team)

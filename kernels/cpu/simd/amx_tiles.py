@@ -90,9 +90,9 @@ def amx_int8(builder, rows, a, lda, scales, lds, b, groups, c):
                 first_sum = load_to_lanes(builder, at(builder, place, 4), I32)
                 totals = row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))
                 for v, total in enumerate(totals):
-                    found_at = at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES)
-                    found = load(builder, found_at, INTS, 64)
-                    whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
+                    sum_at = at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES)
+                    products = load(builder, sum_at, INTS, 64)
+                    whole = builder.sitofp(builder.add(products, first_sum), FLOATS)
                     new = multiply_add(builder, whole, scale, load(builder, total, FLOATS))
                     store(builder, new, total)
 

@@ -382,12 +382,12 @@ def _alternating(builder, first, second):
 
 def _rows_of(builder, sums, rows: int):
     pairs = len(sums) // 2
-    found = [
+    c_rows = [
         shuffle(builder, range(second, 2 * QUAD, 2), sums[p], sums[pairs + p])
         for p in range(pairs)
         for second in (0, 1)
     ]
-    return found[:rows]
+    return c_rows[:rows]
 
 
 def _fold_int8(builder, sums, c_rows, s_rows, half, w_scales) -> None:

@@ -1,5 +1,7 @@
 """Tiles of quantized weights: integers add up over a group of K, exactly, folded to float32 once a group."""
 
+from typing import Any, NamedTuple
+
 from llvmlite import ir
 
 from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
@@ -45,7 +47,7 @@ def make_grouped_tile(kind: Grouped, unpacks: bool = False):
     b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
     Several rows take b expanded by make_expand, unless the tile `unpacks`. Prefetches as make_tile.
     """
-    code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind, unpacks)
+    code = make_lane_grouped_code(kind) if kind.is_neon else tile_code(kind, unpacks)
 
     @emits("void", *["intp"] * 11)
     def tile(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
@@ -54,85 +56,129 @@ def make_grouped_tile(kind: Grouped, unpacks: bool = False):
     return tile
 
 
-def _make_code(kind: Grouped, unpacks: bool):
-    integer = INTEGER_STEPS[kind.product]
-    part_k = kind.part_k
-    parts = SCALE_GROUP // part_k
-    fold = _fold_int8 if kind is INT8 else _fold_int4
-
-    def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        strip, keeps_totals = _strip_of(rows)
-        per_load = kind.expansion if rows == 1 or unpacks else 1  # steps that a load serves
-        together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
-        turns = part_k // integer.k // per_load // together
-        strips = PANEL_VECTORS // strip
-        lines = ROW_BYTES // LINE_BYTES * together // (kind.expansion // per_load)
+def tile_code(kind: Grouped, unpacks: bool):
+    def code(builder, rows, a, lda, scales, lds, *others):
         a_starts = rows_at(builder, a, lda, rows)
         s_starts = rows_at(builder, scales, lds, rows)
-        c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
-
-        def take_parts(strip_number, first_part, count):
-            columns = times(builder, strip_number, strip * VECTOR_BYTES)
-            c_strips = [builder.add(c_row, columns) for c_row in c_rows]
-            places = [at(builder, start, v, VECTOR_BYTES) for start in c_strips for v in range(strip)]
-
-            def take_part(part, totals):
-                number = builder.add(first_part, part)
-                starts = a_starts, s_starts
-                a_rows, s_rows = part_rows(builder, number, part_k * kind.operand_bytes, parts, *starts)
-                first_turn = times(builder, number, turns)
-
-                def turn(i, sums):
-                    before = builder.add(first_turn, i)
-                    asked = at(builder, times(builder, before, strips), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
-                    b_row = at(builder, builder.add(b, columns), before, together * ROW_BYTES)
-                    a_first = times(builder, i, 4 * per_load * together)
-                    for row in range(together):
-                        sums = take_row(at(builder, b_row, row, ROW_BYTES), a_first, row * per_load, sums)
-                    return sums
-
-                def take_row(b_row, a_first, done, sums):
-                    b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 64) for v in range(strip)]
-                    taken = [unpacked(builder, vector, kind) if per_load > 1 else [vector] for vector in b_k]
-                    for j in range(per_load):
-                        k, new = at(builder, a_first, 4 * (done + j)), []
-                        for r in range(rows):
-                            a_k = load_to_lanes(builder, builder.add(a_rows[r], k), I32)
-                            new += [
-                                integer.multiply(builder, a_k, taken[v][j], sums[r * strip + v])
-                                for v in range(strip)
-                            ]
-                        sums = new
-                    return sums
-
-                start = [first for s in s_rows for first in [_first_sum(builder, kind, integer, s)] * strip]
-                sums = [integer.finish(builder, total) for total in repeat(builder, turns, turn, start)]
-                w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
-                w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
-                half = builder.urem(number, I64(parts))
-                totals = totals or get_totals()
-                totals = fold(builder, strip, s_rows, half, w_scales, sums, totals)
-                if keeps_totals:
-                    return totals
-                store_each(builder, totals, places)
-
-            def get_totals():
-                return [load(builder, place, FLOATS) for place in places]
-
-            totals = repeat(builder, count, take_part, get_totals() if keeps_totals else [])
-            store_each(builder, totals, places if keeps_totals else [])
-
-        def take_strips(first_part, count):
-            repeat(builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count))
-
-        every = times(builder, groups, parts)
-        if keeps_totals:
-            take_strips(I64(0), every)
-        else:
-            repeat(builder, every, lambda part, _: take_strips(part, 1))
+        GroupTile(kind, unpacks, builder, a_starts, s_starts, *others).emit()
 
     return code
+
+
+class Strip(NamedTuple):
+    """Some vectors of columns."""
+
+    number: Any
+    columns: Any  # bytes before it in a row of B or C
+    places: list  # of C's vectors, row by row
+
+
+class Part(NamedTuple):
+    """The K of a loop: SCALE_GROUP, or a WEIGHT_GROUP of int4."""
+
+    number: Any
+    first_turn: Any
+    a_rows: list
+    s_rows: list
+
+
+class GroupTile:
+    """The code of a tile of some rows, but for ARM: strips of columns take parts of K, a loop each, and turns of it."""
+
+    def __init__(
+        self, kind: Grouped, unpacks, builder, a_starts, s_starts, b, b_scales, groups, c, ahead, spacing
+    ):
+        rows = len(a_starts)
+        self.kind = kind
+        self.builder = builder
+        self.starts = a_starts, s_starts
+        self.b = b
+        self.b_scales = b_scales
+        self.groups = groups
+        self.prefetching = ahead, spacing
+        self.integer = INTEGER_STEPS[kind.product]
+        self.vectors, self.keeps_totals = _strip_of(rows)
+        self.strips = PANEL_VECTORS // self.vectors
+        self.parts = SCALE_GROUP // kind.part_k
+        self.per_load = kind.expansion if rows == 1 or unpacks else 1  # steps that a load serves
+        self.together = ROWS_IN_TURN if self.vectors == 1 else 1  # rows of B that a turn takes
+        self.turns = kind.part_k // self.integer.k // self.per_load // self.together
+        self.c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
+
+    def emit(self):
+        parts = times(self.builder, self.groups, self.parts)
+        if self.keeps_totals:
+            self.take_strips(I64(0), parts)
+        else:
+            repeat(self.builder, parts, lambda part, _: self.take_strips(part, 1))
+
+    def take_strips(self, first_part, count):
+        repeat(self.builder, self.strips, lambda number, _: self.take_parts(number, first_part, count))
+
+    def take_parts(self, number, first_part, count):
+        builder = self.builder
+        columns = times(builder, number, self.vectors * VECTOR_BYTES)
+        starts = [builder.add(c_row, columns) for c_row in self.c_rows]
+        places = [at(builder, start, v, VECTOR_BYTES) for start in starts for v in range(self.vectors)]
+        strip = Strip(number, columns, places)
+
+        def take_part(part, totals):
+            totals = self.part(strip, builder.add(first_part, part), totals)
+            if self.keeps_totals:
+                return totals
+            store_each(builder, totals, places)
+
+        if self.keeps_totals:
+            store_each(builder, repeat(builder, count, take_part, self.totals_of(strip)), places)
+        else:
+            repeat(builder, count, take_part)
+
+    def totals_of(self, strip):
+        return [load(self.builder, place, FLOATS) for place in strip.places]
+
+    def part(self, strip, number, totals):
+        """Return totals with a part's sums."""
+        builder = self.builder
+        kind = self.kind
+        rows = part_rows(builder, number, kind.part_k * kind.operand_bytes, self.parts, *self.starts)
+        part = Part(number, times(builder, number, self.turns), *rows)
+        first_sums = [_first_sum(builder, kind, self.integer, s_row) for s_row in part.s_rows]
+        start = [first for first in first_sums for _ in range(self.vectors)]
+        sums = repeat(builder, self.turns, lambda i, sums: self.turn(strip, part, i, sums), start)
+        sums = [self.integer.finish(builder, total) for total in sums]
+        w_scales = at(builder, self.b_scales, number, WEIGHT_SCALES_BYTES)
+        w_scales = at(builder, w_scales, strip.number, self.vectors * LANES * 2)
+        half = builder.urem(number, I64(self.parts))
+        totals = totals or self.totals_of(strip)
+        fold = _fold_int8 if kind is INT8 else _fold_int4
+        return fold(builder, self.vectors, part.s_rows, half, w_scales, sums, totals)
+
+    def turn(self, strip, part, i, sums):
+        builder = self.builder
+        number = builder.add(part.first_turn, i)
+        asked = at(builder, times(builder, number, self.strips), strip.number)
+        lines = ROW_BYTES // LINE_BYTES * self.together // (self.kind.expansion // self.per_load)
+        ask_part_ahead(builder, *self.prefetching, asked, lines, self.strips)
+        b_row = at(builder, builder.add(self.b, strip.columns), number, self.together * ROW_BYTES)
+        a_first = times(builder, i, 4 * self.per_load * self.together)
+        for row in range(self.together):
+            sums = self.row(part, at(builder, b_row, row, ROW_BYTES), a_first, row * self.per_load, sums)
+        return sums
+
+    def row(self, part, b_row, a_first, done, sums):
+        """Return the sums with a row of B. a_first: bytes of A before the turn; done: steps of it before the row."""
+        builder = self.builder
+        b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 64) for v in range(self.vectors)]
+        is_packed = self.per_load > 1
+        steps = [unpacked(builder, vector, self.kind) if is_packed else [vector] for vector in b_k]
+        for j in range(self.per_load):
+            k = at(builder, a_first, 4 * (done + j))
+            before = iter(sums)
+            sums = []
+            for a_row in part.a_rows:
+                a_k = load_to_lanes(builder, builder.add(a_row, k), I32)
+                sums += [self.integer.multiply(builder, a_k, step[j], next(before)) for step in steps]
+        return sums
 
 
 def _strip_of(rows: int) -> tuple[int, bool]:

@@ -47,12 +47,12 @@ def has_feature(name: str) -> bool:
         if features is None:
             features = binding.get_host_cpu_features().flatten()
         return name in arm_features(binding.get_process_triple(), target_cpu(), features)
-    given = settings()
-    if given.features is not None:
-        is_there = f"+{name}" in given.features.split(",")
+    told = settings()
+    if told.features is not None:
+        is_there = f"+{name}" in told.features.split(",")
     else:
         is_there = binding.get_host_cpu_features().get(name, False)
-        is_there &= given.enables_avx or not name.startswith(("avx", "amx"))
+        is_there &= told.enables_avx or not name.startswith(("avx", "amx"))
     return is_there and (not name.startswith("amx") or may_use_amx())
 
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 from llvmlite import ir
 
+from ...numbers import ROUNDING
 from ..jit import Intrinsic
 
 F32, I64, I32, I16, I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))  # an address is I64
@@ -20,8 +21,7 @@ WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
 SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales
 # Of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets.
 WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2
-ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: a sum has the nearest whole number in its low bits
-ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
+ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above the whole number of a sum with ROUNDING
 
 
 def emits(result: str, *arguments: str):
@@ -351,7 +351,7 @@ def make_segments_sum(segments: int):
             rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
             while len(rows) > 1:
                 pairs = [zip(*rows[s : s + 2], strict=True) for s in range(0, len(rows), 2)]
-                rows = [[builder.fadd(*pair) for pair in each] for each in pairs]
+                rows = [[builder.fadd(*pair) for pair in both] for both in pairs]
             store_each(builder, *rows, row_vectors(builder, first))
 
         repeat(builder, count, add_up)

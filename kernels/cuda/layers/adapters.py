@@ -8,6 +8,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ...backend import LINEARS
+from ...numbers import stacked_adapters
 from ..jit import (
     WARP,
     kernel,
@@ -47,19 +48,11 @@ def with_adapters(
     found = {}
     for name, layer in linear_layers(config, params.dtype, True, params.share).items():
         modules, columns = layer.modules, layer.columns
-        ranks = [len(adapter[module][0]) for adapter in adapters for module in modules if module in adapter]
-        if name not in LINEARS or not ranks:
+        if name not in LINEARS or not any(module in adapter for adapter in adapters for module in modules):
             continue
-        rank = max(ranks)
-        down = np.zeros((len(adapters), len(modules), rank, columns), np.float32)
-        up = np.zeros((len(adapters), len(modules), rank, params.linears[name].features), np.float32)
-        for a, adapter in enumerate(adapters):
-            for layer, module in enumerate(modules):
-                if module in adapter:
-                    own_down, own_up = adapter[module]
-                    down[a, layer, : len(own_down)] = own_down
-                    up[a, layer, : len(own_down)] = own_up.T
-        found[name] = Factors(*map(params.device.array, (down, up)), len(modules), rank, columns)
+        factors = stacked_adapters(adapters, modules)
+        rank = factors[0].shape[2]
+        found[name] = Factors(*map(params.device.array, factors), len(modules), rank, columns)
     return replace(params, adapters=Adapters(found, of_slot, params.device.array(of_slot))), of_slot
 
 
