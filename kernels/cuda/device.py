@@ -51,7 +51,6 @@ class Device:
 
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids
 
-        self._cuda = cuda
         self._driver = driver
         gpu = cuda.get_current_device()
         self._turn = Turn(gpu.id)
@@ -70,7 +69,7 @@ class Device:
 
     def free_bytes(self) -> int:
         with self._turn:
-            context = self._cuda.current_context()
+            context = cuda.current_context()
             context.memory_manager.deallocations.clear()  # Numba frees arrays in tens
             return context.get_memory_info().free
 
@@ -87,7 +86,7 @@ class Device:
         size = math.prod(shape)
         with self._turn:
             try:
-                array = self._cuda.device_array(size, dtype, stream=self._stream)
+                array = cuda.device_array(size, dtype, stream=self._stream)
             except CudaAPIError as error:
                 raise MemoryError(
                     f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}"
@@ -144,12 +143,11 @@ class Device:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a function that queues the launches of `run`. Raise NewKernel if a kernel has not run before."""
-        from cuda.bindings import driver
-
-        stream = driver.CUstream(int(self._stream))
+        driver = self._driver
+        stream = driver.CUstream(self._stream_handle)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         # Numba may free memory at any time, which would break a capture.
-        with self._turn, self._cuda.defer_cleanup(), ExitStack() as after:
+        with self._turn, cuda.defer_cleanup(), ExitStack() as after:
             _checked(driver.cuStreamBeginCapture(stream, mode))
             self._is_capturing = True
             try:
@@ -171,7 +169,7 @@ class Device:
         """Record an event, or a new one, after the work that is queued."""
         with self._turn:
             if event is None:
-                event = self._cuda.event(timing=True)
+                event = cuda.event(timing=True)
                 weakref.finalize(event, self._turn.attach)  # as of an array
             _checked(self._driver.cuEventRecord(event.handle, self._stream_handle))
         return event
@@ -182,9 +180,9 @@ class Device:
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
         """Raise the limit of dynamic shared memory, 48 KiB minus the kernel's static shared memory."""
-        from cuda.bindings import driver
         from numba import typeof
 
+        driver = self._driver
         function = kernel.compile(tuple(map(typeof, arguments)))._codelibrary.get_cufunc()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = _checked(driver.cuCtxGetDevice())

@@ -205,15 +205,15 @@ def _move_kernel(direction: str, place: Callable):
         array, other, num_slots, num_heads, padded_len, padded_head, head_size, scale_bytes,
         slot, target_slot, start, count,
     ):  # fmt: skip
-        i = int32(cuda.blockIdx.x)
-        head = int32(cuda.blockIdx.y)
+        i = cuda.blockIdx.x
+        head = cuda.blockIdx.y
         layer = int64(cuda.blockIdx.z)
         position = start + i
-        plane = int64(padded_len) * (padded_head + scale_bytes)
+        plane = padded_len * (padded_head + scale_bytes)
         from_slot = ((layer * num_slots + slot) * num_heads + head) * plane
         to_target = (target_slot - slot) * num_heads * plane
         row_size = head_size + scale_bytes
-        for d in range(int32(cuda.threadIdx.x), row_size, int32(MOVE_THREADS)):
+        for d in range(cuda.threadIdx.x, row_size, MOVE_THREADS):
             at = from_slot + place(position, d, padded_head, head_size)
             if direction == COPY:
                 array[at + to_target] = array[at]
@@ -245,34 +245,34 @@ def put_kernel(dtype: str):
     def put(heads, rows, width, layer, sizes):
         let_next_kernel_begin()
         (lane, part) = lane_and_warp()
-        n = int32(cuda.blockIdx.x)
-        head = int32(cuda.blockIdx.y)
+        n = cuda.blockIdx.x
+        head = cuda.blockIdx.y
         head_size = heads.head_size
         padded_head = heads.padded_head
         if n >= sizes[0]:
             return
         wait_for_kernel_before()
-        row = int64(n) * width + (part * heads.num_heads + head) * head_size
+        row = n * width + (part * heads.num_heads + head) * head_size
         if part == 0:
-            for d in range(lane, head_size, int32(WARP)):
-                heads.q[int64(n * heads.num_heads + head) * padded_head + d] = rows[row + d]
+            for d in range(lane, head_size, WARP):
+                heads.q[(n * heads.num_heads + head) * padded_head + d] = rows[row + d]
             return
         greatest = int32(0)
-        for d in range(lane, head_size, int32(WARP)):
-            size = int32(float32_to_bits(load(rows, row + d)) & uint32(SIZE_BITS))
+        for d in range(lane, head_size, WARP):
+            size = int32(float32_to_bits(load(rows, row + d)) & SIZE_BITS)
             greatest = max(greatest, size)  # of bits: a NaN is the greatest
         greatest = warp_greatest(greatest)
-        largest = bits_to_float32(uint32(greatest))
+        largest = bits_to_float32(greatest)
         scale, inverse = float32(0), float32(0)
         if greatest >= INFINITE_BITS:
             scale = float32(math.nan)
         elif largest >= LEAST_ROW:
             scale, inverse = largest / LEVELS, LEVELS / largest
-        plane = int64(heads.padded_len) * (padded_head + SCALE_BYTES)
-        start = (int64(layer * heads.num_slots + heads.token_slots[n]) * heads.num_heads + head) * plane
+        plane = heads.padded_len * (padded_head + SCALE_BYTES)
+        start = ((layer * heads.num_slots + heads.token_slots[n]) * heads.num_heads + head) * plane
         position = heads.positions[n]
-        for d in range(lane, head_size + int32(SCALE_BYTES), int32(WARP)):
-            byte = float32_to_bits(scale) >> uint32(8 * max(d - head_size, 0))
+        for d in range(lane, head_size + SCALE_BYTES, WARP):
+            byte = float32_to_bits(scale) >> 8 * max(d - head_size, 0)
             if d < head_size:
                 byte = float32_to_bits(cuda.fma(load(rows, row + d), inverse, ROUNDING))
             if part == 1:

@@ -133,13 +133,13 @@ def embed(params: Params, x, step: Step) -> None:
     narrow = step.workspace.narrow
     config = params.config
     has_positions = not config.has_alibi
-    of_x = x, config.n_embd, config.n_embd, "float32"
+    stream = x, config.n_embd, config.n_embd, "float32"
     if config.embed_dim is None:
-        look_up(params, *of_x, step, True, has_positions)
+        look_up(params, *stream, step, True, has_positions)
     else:
-        of_narrow = narrow, padded_columns(config.embed_dim), config.embed_dim, params.dtype
-        look_up(params, *of_narrow, step, True, False)
-        look_up(params, *of_x, step, False, has_positions)
+        embeddings = narrow, padded_columns(config.embed_dim), config.embed_dim, params.dtype
+        look_up(params, *embeddings, step, True, False)
+        look_up(params, *stream, step, False, has_positions)
         linear(params, "project_in", ONE_LAYER, x, narrow, step, ADD)
     norm_after(params, "ln_e", ONE_LAYER, x, step)
 
@@ -189,36 +189,36 @@ def expert_block(params: Params, place: int, x, step: Step, look=no_op) -> None:
     w = step.workspace
     m = w.mixture
     config = params.config
-    width = padded_columns(config.n_embd)
     sizes = config.num_experts, config.experts_per_token
     tokens = step.shape.tokens
     pairs = tokens * config.experts_per_token
-    tile_octets = min(rounded_up(-(-pairs // (config.num_experts * ROWS))), max_octets(params.dtype))
-    num_tiles = max_tiles(pairs, config.num_experts, tile_octets * ROWS)
+    octets = min(rounded_up(-(-pairs // (config.num_experts * ROWS))), max_octets(params.dtype))
+    num_tiles = max_tiles(pairs, config.num_experts, octets * ROWS)
     num_plain = config.n_layer - len(config.expert_layers)
     first = num_plain + (place - num_plain) * config.num_experts
 
     def linear_of_experts(name: str, target, inputs, epilogue: str) -> None:
         weights = params.linears[name]
-        ahead = steps_ahead(params.dtype, tile_octets, weights.num_steps)
-        function = linear_kernel(params.dtype, tile_octets, epilogue, ahead, has_tiles=True)
+        ahead = steps_ahead(params.dtype, octets, weights.num_steps)
+        function = linear_kernel(params.dtype, octets, epilogue, ahead, has_tiles=True)
         target, width = place_of(params, name, target, step, epilogue)
         arguments = target, inputs, weights, first, width, m.tiles, 0
         w.device.launch(function, (weights.num_panels, num_tiles), LINEAR_THREADS, *arguments)
 
-    normalize_rows(params, params.norms, "ln_2", place, m.outputs, x, step, token_rows(step), "float32")
+    norm = params.norms.get("ln_2")
+    normalize_rows(params, norm, place, m.outputs, x, step, token_rows(step), "float32")
     linear(params, GATE, place - num_plain, m.scores, m.outputs, step, LOGITS)  # (N, E)
-    choice = m.chosen, m.shares, m.scores, *sizes, w.inputs.sizes
-    function = choose_kernel(config.norm_topk_prob)
-    w.device.launch(function, -(-tokens // CHOOSE_WARPS), CHOOSE_WARPS * WARP, *choice)
-    sorted_pairs = m.counts, m.order, m.places, m.tiles
-    tiling = tile_octets * ROWS, num_tiles
-    w.device.launch(sort_pairs, 1, SORT_THREADS, m.chosen, *sorted_pairs, *sizes, *tiling, w.inputs.sizes)
+    choosing = choose_kernel(config.norm_topk_prob)
+    grid = -(-tokens // CHOOSE_WARPS)
+    w.device.launch(choosing, grid, CHOOSE_WARPS * WARP, m.chosen, m.shares, m.scores, *sizes, w.inputs.sizes)
+    sorting = m.chosen, m.counts, m.order, m.places, m.tiles, *sizes, octets * ROWS, num_tiles, w.inputs.sizes
+    w.device.launch(sort_pairs, 1, SORT_THREADS, *sorting)
     layer_norm(params, "ln_2", place, x, step, Rows(m.order, pairs, NUM_PAIRS))  # (P, C)
     linear_of_experts("c_fc", w.inner, w.normed, config.activation)  # (P, F)
     linear_of_experts("mlp_proj", m.outputs, w.inner, FLOATS)  # (P, C)
-    parts = m.shares, m.places, config.experts_per_token, config.n_embd
-    w.device.launch(add_experts, tokens, ADD_THREADS, x, m.outputs, width, *parts, w.inputs.sizes)
+    width = padded_columns(config.n_embd)
+    adding = x, m.outputs, width, m.shares, m.places, config.experts_per_token, config.n_embd, w.inputs.sizes
+    w.device.launch(add_experts, tokens, ADD_THREADS, *adding)
 
 
 def head(params: Params, x, step: Step, greedy: bool) -> None:
@@ -260,33 +260,25 @@ def normed_linear(
 
 def layer_norm(params: Params, norm: str, layer: int, x, step: Step, rows: Rows) -> None:
     """normed (N, C) = x, or (R, C) = x[logit_rows]: normalized, unless norms follow the blocks."""
-    normalize_rows(params, params.norms, norm, layer, step.workspace.normed, x, step, rows, params.dtype)
+    normalize_rows(params, params.norms.get(norm), layer, step.workspace.normed, x, step, rows, params.dtype)
 
 
 def norm_after(params: Params, norm: str, layer: int, x, step: Step) -> None:
     """Normalize the stream x (N, C) in its place, if the model does so here."""
     if norm in params.norms_after:
-        normalize_rows(params, params.norms_after, norm, layer, x, x, step, token_rows(step), "float32")
+        normalize_rows(params, params.norms_after[norm], layer, x, x, step, token_rows(step), "float32")
 
 
 def normalize_rows(
-    params: Params,
-    norms: dict[str, NormWeights],
-    norm: str,
-    layer: int,
-    out,
-    x,
-    step: Step,
-    rows: Rows,
-    dtype: str,
+    params: Params, norm: NormWeights | None, layer: int, out, x, step: Step, rows: Rows, dtype: str
 ) -> None:
-    """out (n, C) = x[rows], normalized if there is such a norm, as inputs of a dtype; not padded in x's place."""
+    """out (n, C) = x[rows], normalized unless `norm` is None, as inputs of a dtype; not padded in x's place."""
     w = step.workspace
     columns = params.config.n_embd
     width = columns if out is x else padded_columns(columns)
-    function = layer_norm_kernel(DTYPES[dtype].numbers.name, columns, norm in norms)
+    function = layer_norm_kernel(DTYPES[dtype].numbers.name, columns, norm is not None)
     sizes = width, float(params.config.layer_norm_epsilon), w.inputs.sizes, rows.kind
-    arguments = out, x, rows.indices, *norms.get(norm, 2 * (params.slopes,)), layer, *sizes
+    arguments = out, x, rows.indices, *(norm or 2 * (params.slopes,)), layer, *sizes
     w.device.launch(function, -(-rows.most // NORM_WARPS), NORM_WARPS * WARP, *arguments)
 
 

@@ -6,6 +6,7 @@ In a panel's step of 64 of K, lane 4 g + q holds 16 numbers of feature g; a warp
     float32: four loads of 4 numbers, k = 16 p + 4 q + i
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,15 +126,14 @@ class Dtype:
     """A dtype of weights.
 
     numbers: of the activations
-    splits, order: of a feature's step of 64, and of panels (P, OUT_TILE, steps, *splits), as lanes read them
+    place: (g, k), a number's place in its panel's step
     load: (array, index), a number as float32
     expand: a word as two words of operands of `mma`; None if words are operands
     """
 
     numbers: Numbers
     array_type: Any
-    splits: tuple[int, ...]
-    order: tuple[int, ...]
+    place: Callable
     load: Any
     expand: Any = None
 
@@ -157,13 +157,26 @@ class Dtype:
         return 4 * self.item_bytes
 
 
-BY_LOAD = 0, 2, 3, 1, 4, 5  # (P, steps, load, g, q, i)
-BY_LANE = 0, 2, 1, 4, 3, 5, 7, 6  # (P, steps, g, q, load, i // 4, i % 2, i % 4 // 2)
+def _by_loads(lane_size: int) -> Callable:
+    RUN = 4 * lane_size  # of a feature in a warp's load
+
+    @device_function
+    def place(g, k):
+        return k // RUN * (OUT_TILE * RUN) + g * RUN + k % RUN
+
+    return place
+
+
+@device_function
+def _by_lanes(g, k):
+    return g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + (k & 4 | k % 2 * 2 | k % 4 // 2)
+
+
 DTYPES = {
-    "float32": Dtype(FLOAT32, np.float32, (4, 4, 4), BY_LOAD, _load),
-    "float16": Dtype(FLOAT16, np.float16, (2, 4, 8), BY_LOAD, _load),
-    "bfloat16": Dtype(BFLOAT16, np.uint16, (2, 4, 8), BY_LOAD, _load_bfloat16),
-    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 2, 2, 2), BY_LANE, _load, BF16.expand),
+    "float32": Dtype(FLOAT32, np.float32, _by_loads(4), _load),
+    "float16": Dtype(FLOAT16, np.float16, _by_loads(8), _load),
+    "bfloat16": Dtype(BFLOAT16, np.uint16, _by_loads(8), _load_bfloat16),
+    "int8": Dtype(BFLOAT16, np.int8, _by_lanes, _load, BF16.expand),
 }
 
 
@@ -373,5 +386,6 @@ def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
             numbers = np.rint(padded / scales[:, None]).astype(np.int8)
     else:
         numbers = row.numbers.encode(padded)
-    lanes = numbers.reshape(panels, OUT_TILE, steps, *row.splits).transpose(row.order)
-    return np.ascontiguousarray(lanes).ravel(), scales
+    order = np.argsort(row.place.py_func(*np.ogrid[:OUT_TILE, :STEP]), axis=None)
+    of_steps = numbers.reshape(panels, OUT_TILE, steps, STEP).swapaxes(1, 2).reshape(-1, STEP_SIZE)
+    return of_steps.take(order, 1, mode="clip").ravel(), scales  # a fifth of the time of of_steps[:, order]

@@ -56,13 +56,13 @@ def read_kernel(loads: int):
     held_words = 4 * loads
 
     def read(out, words, rounds):
-        thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
-        threads = int32(cuda.gridDim.x) * int32(PEAK_THREADS)
-        found = uint32(0)
+        thread = cuda.blockIdx.x * PEAK_THREADS + cuda.threadIdx.x
+        threads = cuda.gridDim.x * PEAK_THREADS
+        found = 0
         held = cuda.local.array(held_words, uint32)
         for turn in range(int32(0), rounds):
             for i in range(loads):
-                loaded = load_weights(words, ((turn * int32(loads) + int32(i)) * threads + thread) * int32(4))
+                loaded = load_weights(words, ((turn * loads + i) * threads + thread) * 4)
                 for k in range(4):
                     held[4 * i + k] = loaded[k]
             for i in range(held_words):
@@ -79,11 +79,11 @@ def multiply_kernel(kind: str):
     sums_size = CHAINS * 4
 
     def multiply(out, rounds):
-        thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
+        thread = cuda.blockIdx.x * PEAK_THREADS + cuda.threadIdx.x
         sums = cuda.local.array(sums_size, float32)
         total = float32(0)
         word = uint32(thread)
-        factor = float32(1) / float32(thread + int32(2))
+        factor = float32(1) / float32(thread + 2)
         for i in range(sums_size):
             sums[i] = factor
         for _ in range(int32(0), rounds):

@@ -197,7 +197,7 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Buffers of N tokens and R rows of logits. Activations are float32, or bfloat16 as uint16."""
+    """Buffers of N tokens and R rows of logits. Activations are of the dtype's Numbers."""
 
     device: Any
     inputs: Inputs

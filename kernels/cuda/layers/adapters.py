@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32
 
 from ...backend import LINEARS
 from ...numbers import stacked_adapters
@@ -69,26 +69,26 @@ def adapt_kernel(dtype: str, epilogue: str):
         let_next_kernel_begin()
         products = cuda.shared.array(0, float32)
         (lane, warp) = lane_and_warp()
-        n = int32(cuda.blockIdx.x)
+        n = cuda.blockIdx.x
         if n >= sizes[0]:
             return
         adapter = of_slot[token_slots[n]]
-        first = int64(adapter * factors.num_layers + layer) * factors.rank
-        start = int64(n) * (weights.num_steps * int32(STEP))
+        first = (adapter * factors.num_layers + layer) * factors.rank
+        start = n * (weights.num_steps * STEP)
         wait_for_kernel_before()
         if adapter >= 0:
-            for j in range(warp, factors.rank, int32(ADAPT_WARPS)):
+            for j in range(warp, factors.rank, ADAPT_WARPS):
                 total = float32(0)
                 row = (first + j) * factors.columns
-                for k in range(lane, factors.columns, int32(WARP)):
+                for k in range(lane, factors.columns, WARP):
                     total = cuda.fma(load(inputs, start + k), factors.down[row + k], total)
                 total = warp_sum(total)
                 if lane == 0:
                     products[j] = total
         cuda.syncthreads()
-        for feature in range(int32(cuda.threadIdx.x), weights.features, int32(ADAPT_WARPS * WARP)):
+        for feature in range(cuda.threadIdx.x, weights.features, int32(ADAPT_WARPS * WARP)):
             # libNVVM fails at a plain load next to a plain store of float32.
-            value = load_fresh(sums, int64(n) * weights.features + feature)
+            value = load_fresh(sums, n * weights.features + feature)
             if adapter >= 0:
                 added = float32(0)
                 for j in range(factors.rank):

@@ -47,9 +47,7 @@ class Epilogue(NamedTuple):
 def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
     numbers = DTYPES[dtype].numbers
     if epilogue == QKV:
-        functions = _locate_in_heads, _find_in_heads, _put_in_heads
-        locate, find, put = (function(numbers) for function in functions)
-        return Epilogue(locate, find, _biased, _nothing, put)
+        return _in_heads(numbers)
     if epilogue in (ADD, LOGITS, FLOATS, PLAIN, QKV_ROWS):
         locate = _locate_logit if epilogue == LOGITS else _locate
         read = _read if epilogue == ADD else _nothing
@@ -78,7 +76,7 @@ def _locate_logit(target, weights, layer, feature):
 
 @device_function
 def _scale(weights, layer, feature):
-    return weights.scales[uint32(layer * weights.num_panels * int32(OUT_TILE) + feature)]
+    return weights.scales[uint32(layer * weights.num_panels * OUT_TILE + feature)]
 
 
 @device_function
@@ -88,7 +86,7 @@ def _biased(value, place):
 
 @device_function
 def _find(target, layer, width, token, place):
-    return int64(token) * width + place[3]
+    return token * width + place[3]
 
 
 @device_function
@@ -111,9 +109,11 @@ def _put_function(numbers: Numbers):
     return device_function(put)
 
 
-def _locate_in_heads(numbers: Numbers):
-    IS_PAIRED = numbers.has_mma
+def _in_heads(numbers: Numbers) -> Epilogue:
+    IS_PAIRED = numbers.has_mma  # values of two positions are interleaved
+    put_number = _put_function(numbers)
 
+    @device_function
     def locate(heads, weights, layer, feature):
         scale, bias, _, _ = _locate(heads, weights, layer, feature)
         columns = uint32(heads.num_heads * heads.head_size)
@@ -123,37 +123,24 @@ def _locate_in_heads(numbers: Numbers):
         d = int32(c) - head * heads.head_size
         if part == 0:
             return scale, bias, part, head * heads.padded_head + d
-        if part == 2 and IS_PAIRED:  # values of two positions are interleaved
+        if part == 2 and IS_PAIRED:
             d *= 2
         return scale, bias, part, head * heads.padded_len * heads.padded_head + d
 
-    return device_function(locate)
-
-
-def _find_in_heads(numbers: Numbers):
-    IS_PAIRED = numbers.has_mma
-
+    @device_function
     def find(heads, layer, width, token, place):
         part, offset = place[2], place[3]
         if part == 0:
             return int64(token) * (heads.num_heads * heads.padded_head) + offset
         position = heads.positions[uint32(token)]
-        slot = int64(layer * heads.num_slots + heads.token_slots[uint32(token)])
-        at = (
-            slot * (heads.num_heads * heads.padded_len * heads.padded_head)
-            + position * heads.padded_head
-            + offset
-        )
+        slot = layer * heads.num_slots + heads.token_slots[uint32(token)]
+        start = slot * (heads.num_heads * heads.padded_len * heads.padded_head)
+        at = start + position * heads.padded_head + offset
         if part == 2 and IS_PAIRED:
             at += int32(position & 1) * (1 - heads.padded_head)
         return at
 
-    return device_function(find)
-
-
-def _put_in_heads(numbers: Numbers):
-    put_number = _put_function(numbers)
-
+    @device_function
     def put(heads, at, value, place):
         if place[2] == 0:
             put_number(heads.q, at, value, place)
@@ -162,7 +149,7 @@ def _put_in_heads(numbers: Numbers):
         else:
             put_number(heads.v_cache, at, value, place)
 
-    return device_function(put)
+    return Epilogue(locate, find, _biased, _nothing, put)
 
 
 @device_function

@@ -6,7 +6,7 @@ N tokens, k experts a token, P = N k pairs, E experts, C n_embd.
 import functools
 import math
 
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32
 
 from ..draw import index_of, key_of, rank_of
 from ..jit import (
@@ -39,7 +39,7 @@ def choose_kernel(sums_to_one: bool):
     def choose(chosen, shares, scores, num_experts, per_token, sizes):
         let_next_kernel_begin()
         (lane, warp) = lane_and_warp()
-        n = int32(cuda.blockIdx.x) * int32(CHOOSE_WARPS) + warp
+        n = cuda.blockIdx.x * CHOOSE_WARPS + warp
         if n >= sizes[0]:
             return
         wait_for_kernel_before()
@@ -48,14 +48,14 @@ def choose_kernel(sums_to_one: bool):
         all_of_them = float32(0)
         all_chosen = float32(0)
         for j in range(per_token):
-            best = int64(0)
-            for e in range(lane, num_experts, int32(WARP)):
+            best = 0
+            for e in range(lane, num_experts, WARP):
                 best = max(best, rank_of(key_of(scores[row + e]), e))
-            expert = int32(index_of(warp_greatest(best)))
+            expert = index_of(warp_greatest(best))
             score = scores[row + expert]
             if j == 0:
                 highest = score
-                for e in range(lane, num_experts, int32(WARP)):
+                for e in range(lane, num_experts, WARP):
                     all_of_them += math.exp(scores[row + e] - highest)
                 all_of_them = warp_sum(all_of_them)
             share = math.exp(score - highest) / all_of_them
@@ -81,45 +81,45 @@ def sort_pairs(chosen, counts, order, places, tiles, num_experts, per_token, til
     """
     let_next_kernel_begin()
     wait_for_kernel_before()
-    thread = int32(cuda.threadIdx.x)
+    thread = cuda.threadIdx.x
     num_pairs = sizes[0] * per_token
-    for i in range(thread, num_tiles * int32(TILE_BOUNDS), int32(SORT_THREADS)):
-        tiles[i] = int32(0)
+    for i in range(thread, num_tiles * TILE_BOUNDS, SORT_THREADS):
+        tiles[i] = 0
     for e in range(thread, num_experts, int32(SORT_THREADS)):
-        count = int32(0)
+        count = 0
         for p in range(num_pairs):
-            count += int32(chosen[p] == e)
+            count += chosen[p] == e
         counts[e] = count
     cuda.syncthreads()
     for e in range(thread, num_experts, int32(SORT_THREADS)):
-        pair = int32(0)
-        at = int32(0)
+        pair = 0
+        at = 0
         for before in range(e):
             pair += counts[before]
-            at += (counts[before] + tile_rows - int32(1)) // tile_rows * int32(TILE_BOUNDS)
+            at += (counts[before] + tile_rows - 1) // tile_rows * TILE_BOUNDS
         stop = int32(pair + counts[e])
         for first in range(pair, stop, tile_rows):
             tiles[at] = e
             tiles[at + 1] = first
             tiles[at + 2] = min(int32(first + tile_rows), stop)
-            at += int32(TILE_BOUNDS)
+            at += TILE_BOUNDS
         for p in range(num_pairs):
             if chosen[p] == e:
                 order[pair] = p // per_token
                 places[p] = pair
-                pair += int32(1)
+                pair += 1
 
 
 @kernel
 def add_experts(x, outputs, width, shares, places, per_token, columns, sizes):
     """x (N, C) += each token's experts, outputs (P, width), by their shares, the most probable first. Grid: N."""
     let_next_kernel_begin()
-    n = int32(cuda.blockIdx.x)
+    n = cuda.blockIdx.x
     if n >= sizes[0]:
         return
     wait_for_kernel_before()
-    for c in range(int32(cuda.threadIdx.x), columns, int32(ADD_THREADS)):
+    for c in range(cuda.threadIdx.x, columns, int32(ADD_THREADS)):
         total = float32(0)
-        for j in range(n * per_token, (n + int32(1)) * per_token):
-            total = cuda.fma(shares[j], outputs[int64(places[j]) * width + c], total)
-        x[int64(n) * columns + c] += total
+        for j in range(n * per_token, (n + 1) * per_token):
+            total = cuda.fma(shares[j], outputs[places[j] * width + c], total)
+        x[n * columns + c] += total

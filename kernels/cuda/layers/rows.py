@@ -178,8 +178,7 @@ def embed_kernel(dtype: str, of_out: str, has_tokens: bool, has_positions: bool)
     load = DTYPES[dtype].load
     store = DTYPES[of_out].numbers.store
     HAS_SCALES = DTYPES[dtype].has_scales
-    RUN = 4 * DTYPES[dtype].lane_size
-    PANEL_RUN = OUT_TILE * RUN
+    place = DTYPES[dtype].place
 
     def embed(out, width, token_ids, positions, embeds, wte, scales, scale, wpe, columns, num_steps, sizes):
         let_next_kernel_begin()
@@ -197,14 +196,9 @@ def embed_kernel(dtype: str, of_out: str, has_tokens: bool, has_positions: bool)
             elif token < 0:
                 value = embeds[(-1 - token) * columns + c]
             else:
-                start = base + (c // int32(STEP)) * int32(STEP_SIZE)
-                k = c % int32(STEP)
+                value = load(wte, base + c // int32(STEP) * int32(STEP_SIZE) + place(g, c % int32(STEP)))
                 if HAS_SCALES:
-                    i = k & 4 | k % 2 * 2 | k % 4 // 2
-                    weight = load(wte, start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + i)
-                    value = rounded_product(weight, scales[token])  # not fused with the sum
-                else:
-                    value = load(wte, start + k // RUN * PANEL_RUN + g * RUN + k % RUN)
+                    value = rounded_product(value, scales[token])  # not fused with the sum
                 value = rounded_product(value, scale)
             if has_positions:
                 value += wpe[at + c]
