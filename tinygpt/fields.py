@@ -53,13 +53,13 @@ def read_field(name: str, value: Any, rule: FieldRule) -> Any:
         raise invalid(name, value, rule.allowed) from None
 
 
-def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def own_names(keywords: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return keywords, of which those of other programs have our `names`. Raise RequestError if two name one thing."""
-    if given.keys() <= {*names}:
-        return given
+    if keywords.keys() <= {*names}:
+        return keywords
     from .aliases import renamed
 
-    return renamed(given, names)
+    return renamed(keywords, names)
 
 
 Class = TypeVar("Class", bound=type)
@@ -74,13 +74,13 @@ def documented(cls: Class) -> Class:
     )
 
     @functools.wraps(init)
-    def __init__(self, /, *args, **given):
-        given = own_names(given, names)
-        for name in given:
+    def __init__(self, /, *args, **keywords):
+        keywords = own_names(keywords, names)
+        for name in keywords:
             if name not in names:
                 hint = suggest(name, names) or "; help(SamplingParams) has all names."
                 raise RequestError(f"unknown sampling field {name!r}{hint}", field=None, value=name)
-        init(self, *args, **given)
+        init(self, *args, **keywords)
 
     cls.__init__ = __init__
     return cls
@@ -145,7 +145,7 @@ def number(is_allowed: Callable[[float], bool], allowed: str) -> FieldRule:
 
 
 def between(low: float, high: float, note: str = "") -> FieldRule:
-    return number(lambda found: low <= found <= high, f"a number from {low:g} to {high:g}{note}")
+    return number(lambda x: low <= x <= high, f"a number from {low:g} to {high:g}{note}")
 
 
 def one_of(literal: Any) -> FieldRule:
@@ -202,16 +202,16 @@ def biases(limit: float) -> FieldRule:
 
     def read(value: Any) -> tuple[tuple[int, float], ...]:
         pairs = dict(() if value is None else value if isinstance(value, Mapping) else tuple(value))
-        return tuple((as_integer(token_id, 0), rule.read(found)) for token_id, found in pairs.items())
+        return tuple((as_integer(token_id, 0), rule.read(bias)) for token_id, bias in pairs.items())
 
-    def bias(text: str) -> tuple[int, float]:
-        token_id, _, found = text.partition("=")
-        return int(token_id), float(found)
+    def parse_bias(text: str) -> tuple[int, float]:
+        token_id, _, number_text = text.partition("=")
+        return int(token_id), float(number_text)
 
     allowed = (
         f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
     )
-    return FieldRule(allowed, read, bias, repeats=True)
+    return FieldRule(allowed, read, parse_bias, repeats=True)
 
 
 def _embeddings(value: Any) -> Any:
@@ -248,9 +248,9 @@ def _json_schema(value: Any) -> str:
 _IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"
 COUNT = integer(0, note=" (0 is off)")
 POSITIVE = integer(1)
-SHARE = number(lambda found: 0 < found <= 1, "a number above 0 and at most 1")
-CUTOFF = number(lambda found: 0 <= found < 1, "a number from 0 (off) to below 1")
-SECONDS = optional(number(lambda found: 0 < found < math.inf, "a finite number of seconds above 0"))
+SHARE = number(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+CUTOFF = number(lambda x: 0 <= x < 1, "a number from 0 (off) to below 1")
+SECONDS = optional(number(lambda x: 0 < x < math.inf, "a finite number of seconds above 0"))
 LOGPROBS = optional(integer(-1, note=" (-1 is all)"))
 BOOLEAN = FieldRule("True or False", _boolean, None)
 TEXTS = FieldRule("a text or a list of texts, none of them empty, or None", as_texts, repeats=True)
@@ -287,7 +287,7 @@ def _seed(value: Any) -> int | None:
 
 
 TEMPERATURE = number(
-    lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
+    lambda x: x == 0 or MIN_TEMPERATURE <= x < math.inf,
     f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
 )
 TOP_K = FieldRule(
@@ -299,8 +299,8 @@ TENSOR_SIZE = integer(1, 4)  # a CPU's kernels sum four segments of K
 PIPELINE_SIZE = integer(1, 1024)
 BEAM_COUNT = integer(1, MAX_BEAMS)
 PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
-SIGMAS = number(lambda found: -1 <= found < math.inf, "-1 or 0 (off), or a finite number above it")
-TOP_P = number(lambda found: 0 <= found <= 1, SHARE.allowed)  # 0 is FasterTransformer's
+SIGMAS = number(lambda x: -1 <= x < math.inf, "-1 or 0 (off), or a finite number above it")
+TOP_P = number(lambda x: 0 <= x <= 1, SHARE.allowed)  # 0 is FasterTransformer's
 DRY_BREAKERS = ("\n", ":", '"', "*")
 LAST_N = integer(-1, note=" (-1 is all, 0 is off)")
 BREAKERS = FieldRule(

@@ -158,7 +158,7 @@ class LLM(Front[RequestFuture, FailedRequestError], LookMethods):
         """
         from .text.chat import conversations
 
-        prompts = [self.read_messages(each) for each in conversations(messages)]
+        prompts = [self.read_messages(conversation) for conversation in conversations(messages)]
         return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
 
     def read_messages(self, messages: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:

@@ -38,8 +38,8 @@ def argument(
     default: Any, rule: FieldRule, metavar: str | None, text: str, more: str = "", flag: str | None = ""
 ) -> Any:
     """Return a dataclass field. more: for `help(LLM)` alone; flag: another name of the flag, None for none."""
-    about = {"rule": rule, "metavar": metavar, "help": text, "more": more, "flag": flag}
-    return field(default=default, metadata=about)
+    metadata = {"rule": rule, "metavar": metavar, "help": text, "more": more, "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -197,10 +197,10 @@ class LLMArgs:
     )
 
     def __post_init__(self):
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not each.default:
-                object.__setattr__(self, each.name, read_field(each.name, value, each.metadata["rule"]))
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not f.default:
+                object.__setattr__(self, f.name, read_field(f.name, value, f.metadata["rule"]))
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise RequestError(
                 f"is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: each running sample needs "
@@ -236,7 +236,7 @@ class LLMArgs:
             raise RequestError(
                 f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len"
             )
-        sizes = {each.name: getattr(self, each.name) for each in fields(EngineConfig)}
+        sizes = {f.name: getattr(self, f.name) for f in fields(EngineConfig)}
         sizes["max_model_len"] = self.max_model_len or n_positions
         sizes["max_num_batched_tokens"] = self.max_num_batched_tokens or max(
             max_step_tokens, self.max_num_seqs
@@ -273,17 +273,17 @@ def takes_fields_of(
     """Decorate an __init__ that is given a record: callers give its fields, also under other programs' names."""
 
     def decorate(init: Callable[[Any, Record], None]) -> Callable[Concatenate[Any, Fields], None]:
-        known = {each.name: each.metadata for each in fields(record)}
+        known = {f.name: f.metadata for f in fields(record)}
         record.__init__.__qualname__ = init.__qualname__  # which TypeError names
 
         @functools.wraps(init)
-        def __init__(self, *args: Any, **given: Any) -> None:
-            init(self, record(*args, **own_names(given, known)))
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            init(self, record(*args, **own_names(keywords, known)))
 
         __init__.__signature__ = inspect.signature(record.__init__)
         __init__.__doc__ = "\n".join(
-            f"{name}: {'; '.join(filter(None, (about['help'], about['more'])))}."
-            for name, about in known.items()
+            f"{name}: {'; '.join(filter(None, (metadata['help'], metadata['more'])))}."
+            for name, metadata in known.items()
         )
         return __init__
 

@@ -157,14 +157,14 @@ class RemoteLLM(Front[ThreadFuture[RequestOutput], TinyGPTError]):
         }
 
         def scores(reply: Any) -> list[ContinuationScore]:
-            return [record_from_json(ContinuationScore, each) for each in reply["scores"]]
+            return [record_from_json(ContinuationScore, score) for score in reply["scores"]]
 
         listed = [*map(_sendable, prompt_list(continuations))]
-        found = []
+        all_scores = []
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             body["continuations"] = listed[start : start + MAX_CONTINUATIONS]
-            found += self._server.ask("/score_continuations", scores, body)
-        return found
+            all_scores += self._server.ask("/score_continuations", scores, body)
+        return all_scores
 
     def embed(self, prompts: Prompts, pooling: str = "last") -> "np.ndarray":
         """Return (len(prompts), C) float32, as LLM.embed does."""
@@ -327,10 +327,10 @@ class _Server:
         async with self._opened(path, body) as response:
             text = await response.aread()
         try:
-            found = json.loads(text)
+            reply = json.loads(text)
         except (ValueError, RecursionError):
             raise ServerError(f"{self.url} is no tinygpt server: it does not speak JSON.") from None
-        return read_reply(parse, found)
+        return read_reply(parse, reply)
 
     @asynccontextmanager
     async def _opened(self, path: str, body: Any) -> "AsyncIterator[httpx.Response]":

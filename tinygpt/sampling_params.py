@@ -434,8 +434,8 @@ class SamplingParams:
         self._need("beam_search_diversity_rate", has_no_rate, "0 with groups")
 
     def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
-        changed = (f"{name}={value!r}" for name, value in given.items() if value != getattr(_DEFAULTS, name))
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        changed = (f"{name}={value!r}" for name, value in shown.items() if value != getattr(_DEFAULTS, name))
         return f"SamplingParams({', '.join(changed)})"
 
     def __eq__(self, other):
@@ -452,8 +452,8 @@ class SamplingParams:
     @property
     def guidance(self) -> tuple[str, Any] | None:
         """The name and value of the guided field that is given."""
-        given = ((name, getattr(self, name)) for name in GUIDED_FIELDS)
-        return next((pair for pair in given if pair[1] is not None), None)
+        guides = ((name, getattr(self, name)) for name in GUIDED_FIELDS)
+        return next((pair for pair in guides if pair[1] is not None), None)
 
     @property
     def _key(self) -> tuple:

@@ -52,19 +52,19 @@ def can_close(schema: Any) -> bool:
 def closed(schema: Any) -> Any:
     """Return a schema whose objects have no keys but their properties, if it does not say otherwise."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    closed_schema = {}
     for name, value in schema.items():
         has_names = name in ("properties", "$defs", "definitions") and isinstance(value, dict)
         if has_names:
-            found[name] = {key: closed(each) for key, each in value.items()}
+            closed_schema[name] = {key: closed(inner) for key, inner in value.items()}
         else:
-            found[name] = value if name in ("const", "enum", "default", "examples") else closed(value)
-    if "properties" in found:
-        found.setdefault("additionalProperties", False)
-    return found
+            closed_schema[name] = value if name in ("const", "enum", "default", "examples") else closed(value)
+    if "properties" in closed_schema:
+        closed_schema.setdefault("additionalProperties", False)
+    return closed_schema
 
 
 class LimitError(Exception):

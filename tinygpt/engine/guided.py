@@ -42,17 +42,17 @@ class Guidance:
     def check(self, field: str, value: Any) -> Grammar:
         """Return the grammar of a guided field. Raise RequestError if no text can follow it."""
         try:
-            found = self._grammar(field, value)
-            if isinstance(found, Grammar) and found.has_ended:
+            compiled = self._grammar(field, value)
+            if isinstance(compiled, Grammar) and compiled.has_ended:
                 self._grammar.cache_clear()
-                found = self._grammar(field, value)
+                compiled = self._grammar(field, value)
         except LimitError as error:  # not kept: another time, an idle machine may do it
-            found = f"it {error}"
-        if isinstance(found, str):
+            compiled = f"it {error}"
+        if isinstance(compiled, str):
             shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
-            reason = in_short(found, field == "guided_grammar")
+            reason = in_short(compiled, field == "guided_grammar")
             raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
-        return found
+        return compiled
 
     def guide(self, guidance: tuple[str, Any], end_token_ids: frozenset[int]) -> "Guide":
         end_ids = frozenset(i for i in end_token_ids if i < self._vocab_size)
@@ -156,8 +156,8 @@ def in_short(problem: str, has_lines: bool = False) -> str:
 
 def _spread(packed: bytes, end_ids: frozenset[int], vocab_size: int) -> Mask:
     """Expand a bit for each token and one for the end, which is `end_ids` here, whatever the grammar names."""
-    each = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
-    added, end = each[:vocab_size], each[vocab_size]  # (V,)
+    scores = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
+    added, end = scores[:vocab_size], scores[vocab_size]  # (V,)
     added[[*end_ids]] = end
     added.flags.writeable = False  # shared by samples
     return Mask(added, np.count_nonzero(added == 0))

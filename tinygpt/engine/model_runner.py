@@ -278,8 +278,9 @@ class ModelRunner:
         started = time.perf_counter()
         self._params = source.load_params(threads)
         if source.adapters:
-            given = self.config, source.adapters, engine_config.num_slots
-            self._params, self.adapter_of_slot = self.backend.with_adapters(self._params, *given)
+            self._params, self.adapter_of_slot = self.backend.with_adapters(
+                self._params, self.config, source.adapters, engine_config.num_slots
+            )
         seconds = time.perf_counter() - started
         logger.debug("%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, seconds)
         self._kv_cache = _new_kv_cache(source, engine_config)

@@ -47,16 +47,16 @@ def prompt_list(prompts: Prompts) -> list:
     return [listed] if listed and all(map(_is_index, listed)) else listed
 
 
-def text_or_ids(given: Any) -> str | list[int]:
+def text_or_ids(prompt: Any) -> str | list[int]:
     """Return the text or token ids of a prompt, which may be a Prompt or a dict."""
-    if isinstance(given, Prompt):
-        return given.token_ids
-    if isinstance(given, dict):
-        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
-            listed = ", ".join(map(repr, given)) or "no field"
+    if isinstance(prompt, Prompt):
+        return prompt.token_ids
+    if isinstance(prompt, dict):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            listed = ", ".join(map(repr, prompt)) or "no field"
             raise RequestError(f"a prompt is a dict with {listed}: give one of prompt and prompt_token_ids.")
-        (given,) = given.values()
-    return given if isinstance(given, str) else checked_ids(given)
+        (prompt,) = prompt.values()
+    return prompt if isinstance(prompt, str) else checked_ids(prompt)
 
 
 def checked_ids(prompt: Any) -> list[int]:
@@ -90,7 +90,7 @@ def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
         return params
     if params is not None and fields.keys() == {"lora_request"}:  # as in vLLM
         is_one = isinstance(params, SamplingParams)
-        return replace(params, **fields) if is_one else [replace(each, **fields) for each in params]
+        return replace(params, **fields) if is_one else [replace(one, **fields) for one in params]
     if params is not None:
         raise RequestError(
             f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "

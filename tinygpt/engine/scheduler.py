@@ -85,10 +85,10 @@ class Beginnings:
         """Return each earlier sequence to copy from, or to wait for, and how many of the wanted ids it shares."""
         begun = self._sharing.get(tuple(wanted[:1]), ())
         near = self._sharing.get(tuple(wanted[:WORTH_WAITING]), ())
-        found = dict(near) | {other: ids for other, ids in begun if other.num_copyable_positions}
+        earlier = dict(near) | {other: ids for other, ids in begun if other.num_copyable_positions}
         own = self._numbers[sequence]
-        found = {other: ids for other, ids in found.items() if self._numbers[other] < own}
-        return [(_num_shared(wanted, other, ids), other) for other, ids in found.items()]
+        earlier = {other: ids for other, ids in earlier.items() if self._numbers[other] < own}
+        return [(_num_shared(wanted, other, ids), other) for other, ids in earlier.items()]
 
 
 class Scheduler:

@@ -207,9 +207,9 @@ class ActivationCache(Mapping[str, Any]):
         return_labels: bool = False,
     ) -> Any:
         """apply_ln: see `apply_ln_to_stack`, of the norm before layer `stop`, or with mlp_input before its MLP."""
-        found = np.stack([*parts.values()])
-        found = _positions(self.apply_ln_to_stack(found, stop, mlp_input) if apply_ln else found, pos_slice)
-        return (found, [*parts]) if return_labels else found
+        stack = np.stack([*parts.values()])
+        stack = _positions(self.apply_ln_to_stack(stack, stop, mlp_input) if apply_ln else stack, pos_slice)
+        return (stack, [*parts]) if return_labels else stack
 
     def _directions(self, tokens: Any) -> np.ndarray:
         """Return ln_f's weight times rows of the head (..., C)."""

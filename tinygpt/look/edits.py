@@ -63,9 +63,9 @@ class Edit:
     @property
     def key(self) -> tuple:
         """All that decides the change."""
-        given = self.keep, self.value, self.project_out
-        arrays = (None if a is None else (a.shape, blake2b(a.tobytes()).digest()) for a in given)
-        return self.name, *arrays, repr(self.at), repr(self.index), self.function
+        arrays = self.keep, self.value, self.project_out
+        digests = (None if a is None else (a.shape, blake2b(a.tobytes()).digest()) for a in arrays)
+        return self.name, *digests, repr(self.at), repr(self.index), self.function
 
     def __eq__(self, other: object) -> bool:
         return self.key == other.key if isinstance(other, Edit) else NotImplemented
@@ -86,45 +86,47 @@ class Edit:
 EditsType = Edit | Iterable[Edit]
 
 
-def _whole(given: Any) -> int:
-    need(not isinstance(given, bool))  # of a mask
-    return operator.index(given)
+def _whole(number: Any) -> int:
+    need(not isinstance(number, bool))  # of a mask
+    return operator.index(number)
 
 
-def _array(given: Any) -> np.ndarray:
-    owner = given if getattr(given, "base", None) is None else given.base
+def _array(numbers: Any) -> np.ndarray:
+    owner = numbers if getattr(numbers, "base", None) is None else numbers.base
     is_fixed = isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
-    is_kept = is_fixed and given.dtype == np.float32 and not given.flags.writeable
-    need(not np.iscomplexobj(given))
-    array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
+    is_kept = is_fixed and numbers.dtype == np.float32 and not numbers.flags.writeable
+    need(not np.iscomplexobj(numbers))
+    array = numbers if is_kept else np.array(numbers, np.float32)  # a copy; None is NaN
     need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
 
 
-def _direction(given: Any) -> np.ndarray | None:
-    if given is None:
+def _direction(vector: Any) -> np.ndarray | None:
+    if vector is None:
         return None
-    array = _array(given)
+    array = _array(vector)
     need(array.ndim == 1 and array.any())
     return array
 
 
-def _at(given: Any) -> Any:
-    if given is None or (isinstance(given, str) and given == "new"):
-        return given
-    if isinstance(given, slice):
-        need(given.step in (None, 1))
-        return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
-    found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
-    need(0 < len({*found}) == len(found))
-    return found
+def _at(positions: Any) -> Any:
+    if positions is None or (isinstance(positions, str) and positions == "new"):
+        return positions
+    if isinstance(positions, slice):
+        need(positions.step in (None, 1))
+        return slice(
+            *(part if part is None else operator.index(part) for part in (positions.start, positions.stop))
+        )
+    listed = tuple(map(_whole, positions if hasattr(positions, "__iter__") else (positions,)))
+    need(0 < len({*listed}) == len(listed))
+    return listed
 
 
-def _index(given: Any) -> tuple:
+def _index(index: Any) -> tuple:
     return tuple(
         one if isinstance(one, slice) else [*map(_whole, one)] if hasattr(one, "__iter__") else _whole(one)
-        for one in (given if isinstance(given, tuple) else (given,))
+        for one in (index if isinstance(index, tuple) else (index,))
     )
 
 
@@ -186,14 +188,14 @@ class PlacedEdit:
         stop = start + len(array)
         edit = self.edit
         if isinstance(positions, range):
-            found = np.arange(max(positions.start, start), min(positions.stop, stop))
-            numbers = found - positions.start
+            edited = np.arange(max(positions.start, start), min(positions.stop, stop))
+            numbers = edited - positions.start
         else:
             numbers = np.flatnonzero((positions >= start) & (positions < stop))
-            found = positions[numbers]
-        if not found.size:
+            edited = positions[numbers]
+        if not edited.size:
             return
-        rows = array[found - start]
+        rows = array[edited - start]
         index = (slice(None), *edit.index)  # a copy
         new = edit.changed(rows[index], edit.value[numbers] if self.has_axis else edit.value)
         if edit.function is not None and np.shape(new) != rows[index].shape:
@@ -201,7 +203,7 @@ class PlacedEdit:
         if np.iscomplexobj(new):
             raise ValueError("it returned complex numbers")
         rows[index] = new
-        array[found - start] = rows
+        array[edited - start] = rows
 
 
 def _part(shape: tuple[int, ...], index: tuple) -> tuple[int, ...] | None:
@@ -210,11 +212,11 @@ def _part(shape: tuple[int, ...], index: tuple) -> tuple[int, ...] | None:
     if any(isinstance(one, list) and len(one) > num_places for one in index):
         return None
     try:
-        found = np.arange(num_places).reshape(shape)[index]
+        places = np.arange(num_places).reshape(shape)[index]
     except IndexError:
         return None
-    is_once = found.size <= num_places and np.bincount(found.ravel(), minlength=1).max() <= 1
-    return found.shape if is_once else None
+    is_once = places.size <= num_places and np.bincount(places.ravel(), minlength=1).max() <= 1
+    return places.shape if is_once else None
 
 
 def _broadcasts(shape: tuple[int, ...], part: tuple[int, ...]) -> bool:
@@ -229,8 +231,8 @@ def _bounds(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> list[i
     """Return each position, or of a slice its start and stop."""
     if at is None or isinstance(at, str):
         return [0 if at is None else num_prompt, END]
-    given = [at.start or 0, END if at.stop is None else at.stop] if isinstance(at, slice) else at
-    return [position + num_prompt if position < 0 else position for position in given]
+    bounds = [at.start or 0, END if at.stop is None else at.stop] if isinstance(at, slice) else at
+    return [position + num_prompt if position < 0 else position for position in bounds]
 
 
 def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int) -> dict:
@@ -304,7 +306,7 @@ class ControlVector:
         kind = container.metadata.get(ARCHITECTURE)
         if kind != KIND:
             raise CheckpointError(f"{file} holds {shown(kind)} and must hold {KIND!r}.")
-        found = {}
+        directions = {}
         for name, tensor in container.tensors.items():
             match = DIRECTION.fullmatch(name)
             if match is None or len(tensor.shape) != 1 or not tensor.is_floating:
@@ -314,10 +316,10 @@ class ControlVector:
             vector = tensor.float32().copy()
             if not np.isfinite(vector).all():
                 raise CheckpointError(f"{file} holds {name}, whose values are not all finite numbers.")
-            found[int(match[1])] = vector
-        if len({vector.size for vector in found.values()}) != 1:
+            directions[int(match[1])] = vector
+        if len({vector.size for vector in directions.values()}) != 1:
             raise CheckpointError(f"{file} must hold vectors of one length, and at least one.")
-        return cls(found)
+        return cls(directions)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""

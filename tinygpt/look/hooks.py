@@ -92,22 +92,22 @@ class HookPoints:
     def last_layer(self) -> int:
         return self.config.n_layer - 1
 
-    def find(self, given: Names, field: str) -> list[str]:
+    def find(self, names: Names, field: str) -> list[str]:
         """Return names: of a list with * and short forms such as "z", of a function, or all but hook_result.
 
         A short form is every layer's. Raise RequestError for an unknown name.
         """
-        if given is None:
+        if names is None:
             return [name for name in self._aliases if self.places[name][0] != "result"]
-        if callable(given):
-            return [name for name in self._aliases if given(name)]
-        found = set()
+        if callable(names):
+            return [name for name in self._aliases if names(name)]
+        chosen = set()
         num_patterns = 0
-        for pattern in [given] if isinstance(given, str) or not isinstance(given, Iterable) else given:
+        for pattern in [names] if isinstance(names, str) or not isinstance(names, Iterable) else names:
             if not isinstance(pattern, str):
-                raise invalid(field, given, "None, a name, a list of names or a function of a name")
+                raise invalid(field, names, "None, a name, a list of names or a function of a name")
             if pattern in self.places:  # a hundred times as fast
-                found.add(pattern)
+                chosen.add(pattern)
                 continue
             num_patterns += 1
             if num_patterns > MAX_PATTERNS or len(pattern) > MAX_CHARACTERS:
@@ -127,8 +127,8 @@ class HookPoints:
                 raise RequestError(
                     f"has no point {pattern!r} in this model{hint}.".replace("?.", "?"), field, pattern
                 )
-            found.update(matching)
-        return [name for name in self.places if name in found]
+            chosen.update(matching)
+        return [name for name in self.places if name in chosen]
 
     def sources(self, name: str) -> list[tuple[str, int]]:
         """Return the places that a point is computed from, or its own if the backend shows it."""

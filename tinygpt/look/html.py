@@ -66,12 +66,14 @@ def marks(
     if logprobs is None or tokenizer is None or len(logprobs) != len(token_ids):
         return escape(text)
     shown = []
-    for token_id, piece, found in zip(token_ids, tokenizer.pieces(token_ids, text), logprobs, strict=True):
-        if found is None:
+    for token_id, piece, candidates in zip(
+        token_ids, tokenizer.pieces(token_ids, text), logprobs, strict=True
+    ):
+        if candidates is None:
             shown.append(escape(piece))
             continue
-        rows = [f"{math.exp(value):7.2%} {tokenizer.decode([i])!r}" for i, value in found.items()]
-        surprisal = bits(found[token_id])
+        rows = [f"{math.exp(value):7.2%} {tokenizer.decode([i])!r}" for i, value in candidates.items()]
+        surprisal = bits(candidates[token_id])
         title = escape("\n".join([f"{surprisal:.1f} bits", *rows]))
         shown.append(
             f'<span class="token" style="--bits: {min(surprisal, MAX_BITS):.2f}" title="{title}">{escape(piece)}</span>'
@@ -103,7 +105,7 @@ class Lens:
         return rows
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th style="{STYLE[1]}">{escape(each)}</th>' for each in ("", "bits", *self.names))
+        head = "".join(f'<th style="{STYLE[1]}">{escape(name)}</th>' for name in ("", "bits", *self.names))
         lines = []
         for t, (token, surprisal) in enumerate(self._positions()):
             cells = "".join(self._cell(i, t) for i in range(len(self.names)))
@@ -121,7 +123,7 @@ class Lens:
         return f'<td style="{style}" title="{escape(title)}">{escape(repr(texts[0]))}</td>'
 
     def _positions(self) -> list[tuple[str, str]]:
-        return [*zip(self.tokens, ["", *(f"{each:.2f}" for each in self.surprisals)], strict=True)]
+        return [*zip(self.tokens, ["", *(f"{surprisal:.2f}" for surprisal in self.surprisals)], strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +173,9 @@ def lens(
     for name in shown:
         if cache[name].shape[2:] != (llm.config.n_embd,):
             raise RequestError(f"has {name!r}, which is no stream of {llm.config.n_embd} values.", "names")
-        found = [_best(row, top) for row in llm.logit_lens(cache[name][0])]
-        probs.append([pair[1] for pair in found])
-        texts.append([_decoded(llm, pair[0].tolist()) for pair in found])
+        best = [_best(row, top) for row in llm.logit_lens(cache[name][0])]
+        probs.append([pair[1] for pair in best])
+        texts.append([_decoded(llm, pair[0].tolist()) for pair in best])
     pairs = zip(logits[0].astype(np.float64), ids[1:], strict=False)
     last = [numbers.log_softmax(row[None])[0, i].item() for row, i in pairs]
     return Lens(_decoded(llm, ids), [*map(bits, last)], shown, np.array(probs), texts)

@@ -141,18 +141,18 @@ class LookMethods:
         score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
         first = score(edits)
         _ = score(Edit(kind, keep=0))  # refused before any work
-        (found,) = self._look("activations", [clean_ids], kind, ())
-        inputs = [f"blocks.{found.points.places[name][1]}.hook_resid_pre" for name in found]
+        (restored,) = self._look("activations", [clean_ids], kind, ())
+        inputs = [f"blocks.{restored.points.places[name][1]}.hook_resid_pre" for name in restored]
         (before,) = self._look("activations", [ids], inputs, edits)
         requests = []
-        for name, stream in zip(found, inputs, strict=True):
+        for name, stream in zip(restored, inputs, strict=True):
             (rows := before[stream]).flags.writeable = False  # edits keep views
             for at in range(len(ids)):
                 own = Edit(stream, keep=0, value=rows[at:], at=slice(at, None))
-                requests += score((*edits, own, Edit(name, keep=0, value=found[name][at], at=at)))
+                requests += score((*edits, own, Edit(name, keep=0, value=restored[name][at], at=at)))
         _ = self._results(first)  # it leaves its keys and values to the others
         logprobs = [score.cumulative_logprob for score in self._results(requests)]
-        return np.array(logprobs).reshape(len(found), len(ids))
+        return np.array(logprobs).reshape(len(restored), len(ids))
 
     def control_vector(self, positive: Prompts, negative: Prompts) -> "ControlVector":
         """Return the mean difference of two sets' residual streams at the last token, after layers 1 and later.
@@ -238,9 +238,9 @@ class LookMethods:
 
 
 def _some(field: str, prompts: Prompts) -> list:
-    if not (found := prompt_list(prompts)):
+    if not (listed := prompt_list(prompts)):
         raise RequestError("is empty and must have a prompt.", field)
-    return found
+    return listed
 
 
 def points_of(source: ModelSource, args: LLMArgs, seen: Iterable[str] | None) -> "Callable[[], HookPoints]":

@@ -150,20 +150,20 @@ def load_together(
     """
     layout = opening.args.layout
     allgather = world.allgather(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
-    model = about = weights = error = None
+    model = description = weights = error = None
     rooms = world.broadcast_object(world.gather_objects(_gpu_room(opening.args.device)))
     try:
         source = source or ModelSource.open(opening.args)
         checksum = source.checkpoint.begin_checksum()
-        about = source.config, source.dtype, source.kv_cache_dtype
+        description = source.config, source.dtype, source.kv_cache_dtype
         threads = rank_threads(opening.args.threads, world)
         model = RankModel(world, layout, allgather, source, opening.sizes, threads, rooms)
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait
         is_ours = isinstance(caught, TinyGPTError)
         error = caught if is_ours else TinyGPTError(f"{type(caught).__name__}: {caught}")
-    found = world.gather_objects((error, about, weights, world.host))
-    return world.broadcast_object(None if found is None else _first_failure(found)) or model
+    reports = world.gather_objects((error, description, weights, world.host))
+    return world.broadcast_object(None if reports is None else _first_failure(reports)) or model
 
 
 def _gpu_room(device: str) -> tuple[str, int] | None:
@@ -173,17 +173,17 @@ def _gpu_room(device: str) -> tuple[str, int] | None:
     return None
 
 
-def _first_failure(found: list[tuple]) -> TinyGPTError | None:
-    _, first_about, first_weights, _ = found[0]
-    for rank, (error, about, weights, host) in enumerate(found):
-        place = f"rank {rank} of {len(found)}, on {host}"
+def _first_failure(reports: list[tuple]) -> TinyGPTError | None:
+    _, first_description, first_weights, _ = reports[0]
+    for rank, (error, description, weights, host) in enumerate(reports):
+        place = f"rank {rank} of {len(reports)}, on {host}"
         if error is not None and rank == 0:
             return error
         if error is not None:
             kind = next(k for k in (CheckpointError, RequestError, TinyGPTError) if isinstance(error, k))
             return kind(f"{place}: {error}")
-        if (about, weights) != (first_about, first_weights):
-            what = "another model" if about != first_about else "other weights"
+        if (description, weights) != (first_description, first_weights):
+            what = "another model" if description != first_description else "other weights"
             return CheckpointError(f"{place}, has {what} than rank 0: give all hosts the same files.")
     return None
 

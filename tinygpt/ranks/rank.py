@@ -191,8 +191,8 @@ class RankModel:
         first_row: in a buffer that several steps share. look: sees this rank's layers, numbered from 0.
         """
         row = 0
-        found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
-        arriving = [] if found is None else self._receive_logits(found)
+        all_logits = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
+        arriving = [] if all_logits is None else self._receive_logits(all_logits)
         for part in micro_batches(batch, self._layout.pipeline_size):
             rows = part.logit_rows if self.share.is_last else NO_ROWS
             logits = self._backend.forward(
@@ -203,13 +203,15 @@ class RankModel:
                 look,
             )
             self._pass_on(part)
-            self._deliver(logits, None if found is None else found[row : row + len(logits)])
+            self._deliver(logits, None if all_logits is None else all_logits[row : row + len(logits)])
             row += len(logits)
 
         def finish() -> Any:
             for wait in arriving:
                 wait()
-            return None if found is None else self._backend.logits_of(self._workspace, found, first_row)
+            if all_logits is None:
+                return None
+            return self._backend.logits_of(self._workspace, all_logits, first_row)
 
         return finish
 
@@ -241,8 +243,8 @@ class RankModel:
     def final_norm(self, x: np.ndarray) -> np.ndarray | None:
         """Return ln_f of rows (N, C) on rank 0, from the last stage, which has its weights."""
         mine = self._backend.final_norm(self._params, x) if self.share.is_last else None
-        found = self._world.gather_objects(mine)
-        return None if found is None else found[-1]
+        gathered = self._world.gather_objects(mine)
+        return None if gathered is None else gathered[-1]
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
@@ -250,8 +252,10 @@ class RankModel:
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return keys and values (L, H, stop - start, D) on rank 0."""
         mine = self._backend.read_positions(self._kv_cache, slot, start, stop, self.share.head_size)
-        found = self._world.gather_objects(mine)
-        return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
+        gathered = self._world.gather_objects(mine)
+        if gathered is None:
+            return None
+        return tuple(self._joined([pair[i] for pair in gathered], 1) for i in (0, 1))
 
     def write_positions(self, slot: int, start: int, *whole: np.ndarray) -> None:
         """Write rank 0's `whole`, keys and values (L, H, n, D), into a slot, each rank its share."""
@@ -282,7 +286,7 @@ class RankModel:
             x = self._backend.stream_of(self._workspace, batch.token_ids.size)
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
-    def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
+    def _receive_logits(self, all_logits: np.ndarray) -> list[Callable[[], Any]]:
         """Start to receive before the step, to avoid a deadlock."""
         last = self._layout.pipeline_size - 1
         sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
@@ -290,15 +294,15 @@ class RankModel:
             self._world.receive_later(row[tokens.start : tokens.stop], source)
             for source, tokens in sources
             if source
-            for row in found
+            for row in all_logits
         ]
 
-    def _deliver(self, logits: np.ndarray, found: np.ndarray | None) -> None:
+    def _deliver(self, logits: np.ndarray, all_logits: np.ndarray | None) -> None:
         if self._world.rank:
             for row in logits:
                 self._world.send(row, 0)
         elif self.share.is_last:
-            for row, into in zip(logits, found, strict=True):
+            for row, into in zip(logits, all_logits, strict=True):
                 into[: len(self.share.vocab)] = row
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
