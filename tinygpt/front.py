@@ -19,7 +19,7 @@ AnyError = TypeVar("AnyError", bound=TinyGPTError)
 
 
 class Front(Generic[AnyFuture, AnyError]):
-    """Reads prompts and params of the calls that make text; a subclass checks and runs them.
+    """The calls that make text: they read prompts and params, which a subclass checks and runs.
 
     AnyFuture: what `submit` returns. AnyError: what a request that fails has in place of its output.
     """

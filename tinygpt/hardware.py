@@ -1,4 +1,4 @@
-"""The machine: its CPU's name and cores, the speed of its memory; the process's memory, and its rank under mpiexec."""
+"""The machine's CPU, cores and memory speed; this process's memory and rank under mpiexec."""
 
 import contextlib
 import ctypes

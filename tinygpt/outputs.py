@@ -201,7 +201,10 @@ class Throughput:
 
 
 class _TokenizerSlot:
-    """The tokenizer by which a notebook shows an output: no field, so that records and pickles are without it."""
+    """A slot for the tokenizer by which a notebook shows an output.
+
+    It is no field: records and pickles are without it.
+    """
 
     __slots__ = ("tokenizer",)
 

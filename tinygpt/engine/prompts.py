@@ -209,7 +209,7 @@ def fit(
 
 
 def _by_overflow(whole: Fitted, max_model_len: int) -> Fitted:
-    """Return the request with fewer new tokens, a shorter prompt or a window. It may be too long still."""
+    """Change tokens, params or window as `overflow` says; the request may still be too long."""
     params = whole.params
     token_ids = whole.token_ids
     room = max_model_len - len(token_ids)

@@ -137,7 +137,7 @@ class DraftModel:
     def open(
         cls, args: LLMArgs, target: ModelSource, engine_config: EngineConfig, threads: int
     ) -> "DraftModel":
-        """Open args.draft_model, to draft for `target`. Raise RequestError if it has another vocabulary."""
+        """Open args.draft_model, to draft for `target`. Raise RequestError for another vocabulary."""
         name = args.draft_model
         source = ModelSource.open(
             LLMArgs(name, args.dtype, args.device, kv_cache_dtype=target.kv_cache_dtype)

@@ -138,10 +138,12 @@ class StepLoop:
         if self._timed:
             deadline = min(sequence.sample.deadline for sequence in self._timed)
             budgets.append(deadline - time.perf_counter())
-        steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(min(budgets)))
-        if steps == 1 or any(self._needs_one_step(chunk) for chunk in chunks):
+        num_in_time = self._timer.num_steps(min(budgets))
+        num_steps = self.runner.choose_num_steps(len(chunks), num_in_time)
+        if num_steps == 1 or any(self._needs_one_step(chunk) for chunk in chunks):
             return 1
-        return min([steps, *(self._room_of(chunk.sequence) for chunk in chunks)])
+        rooms = [self._room_of(chunk.sequence) for chunk in chunks]
+        return min([num_steps, *rooms])
 
     def _needs_one_step(self, chunk: Chunk) -> bool:
         is_alone = chunk.is_decode and self.sampler.is_drawn_alone(chunk.sequence)
@@ -201,7 +203,7 @@ class StepLoop:
 
 
 def _seconds_for(sequence: Sequence) -> float:
-    """Return how long the sequence's steps may take together."""
+    """Return how long the sequence's steps may take together; 0 is one step without a queue."""
     params = sequence.params
     is_first = not sequence.new_token_ids  # whose time is reported
     may_end_by_text = params.stop or params.repetition_detection is not None

@@ -264,7 +264,10 @@ def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: in
 
 
 def first_needed_layer(placed: Mapping[Any, list[PlacedEdit]], length: int) -> tuple[int, int]:
-    """Return the last layer whose input an edit sets whole in a text of this length, and from which position on."""
+    """Return the last layer whose input an edit sets whole, and from which position on.
+
+    length: positions of the text.
+    """
     set_from = [
         (layer, edit.first)
         for (kind, layer), edits in placed.items()
