@@ -202,16 +202,16 @@ def biases(limit: float) -> FieldRule:
 
     def read(value: Any) -> tuple[tuple[int, float], ...]:
         pairs = dict(() if value is None else value if isinstance(value, Mapping) else tuple(value))
-        return tuple((as_integer(token_id, 0), rule.read(bias)) for token_id, bias in pairs.items())
+        return tuple((as_integer(token_id, 0), rule.read(added)) for token_id, added in pairs.items())
 
-    def parse_bias(text: str) -> tuple[int, float]:
+    def bias(text: str) -> tuple[int, float]:  # argparse tells its name
         token_id, _, number_text = text.partition("=")
         return int(token_id), float(number_text)
 
     allowed = (
         f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
     )
-    return FieldRule(allowed, read, parse_bias, repeats=True)
+    return FieldRule(allowed, read, bias, repeats=True)
 
 
 def _embeddings(value: Any) -> Any:
