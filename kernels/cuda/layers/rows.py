@@ -7,7 +7,7 @@ lane + 32, ..., or pairs from 2 lane, 2 lane + 64, ... if C is a multiple of 64.
 import functools
 import math
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 
 from ..jit import (
     WARP,
@@ -45,17 +45,17 @@ def row_functions(columns: int):
 
     @device_function
     def load_pairs(values, array, start, lane):
-        first = int64(start + lane * 2)  # one address for all
+        first = start + lane * 2  # one address for all
         for i in range(0, held, 2):
             values[i], values[i + 1] = load_fresh_pair(array, first + i * WARP)
 
     @device_function
     def load_numbers(values, array, start, lane):
-        first = int64(start + lane)
+        first = start + lane
         for i in range(held - 1):
             values[i] = load_fresh(array, first + i * WARP)
         is_within = lane + (held - 1) * WARP < columns
-        last = load_fresh(array, first + (held - 1) * WARP if is_within else int64(start))
+        last = load_fresh(array, first + (held - 1) * WARP if is_within else start)
         values[held - 1] = last if is_within else float32(0)
 
     @device_function
@@ -87,18 +87,18 @@ def shared_norm_functions(numbers: Numbers, columns: int, threads: int):
     @device_function
     def load_norm(weight, bias, weights, layer, thread):
         for turn in range(turns):
-            c = int32(thread * int32(4) + int32(turn * threads * 4))
+            c = int32(thread * 4 + int32(turn * threads * 4))
             if c < columns:
-                copy_async(uint32(weight + uint32(c * int32(4))), weights.weight, layer * columns + c)
-                copy_async(uint32(bias + uint32(c * int32(4))), weights.bias, layer * columns + c)
+                copy_async(uint32(weight + c * 4), weights.weight, layer * columns + c)
+                copy_async(uint32(bias + c * 4), weights.bias, layer * columns + c)
         commit_copies()
 
     @device_function
     def store_scaled(row, values, weight, bias, lane):
         kept = cuda.local.array(kept_size, float32)
-        weight = uint32(weight + uint32(lane * 8))
-        bias = uint32(bias + uint32(lane * 8))
-        row = uint32(row + uint32(lane * 4))
+        weight = uint32(weight + lane * 8)
+        bias = uint32(bias + lane * 8)
+        row = uint32(row + lane * 4)
         for first in range(0, pairs, AT_ONCE):
             for i in range(AT_ONCE):
                 if first + i < pairs:
@@ -126,8 +126,8 @@ def layer_norm_kernel(dtype: str, columns: int, is_norm: bool = True):
 
     def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind):
         let_next_kernel_begin()
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
-        row = int32(cuda.blockIdx.x) * int32(NORM_WARPS) + int32(cuda.threadIdx.x) // int32(WARP)
+        lane = cuda.threadIdx.x % WARP
+        row = cuda.blockIdx.x * NORM_WARPS + cuda.threadIdx.x // WARP
         if row >= sizes[row_kind]:
             return
         values = cuda.local.array(held, float32)
@@ -155,7 +155,7 @@ def _store_row_function(numbers: Numbers, columns: int):
 
     @device_function
     def store_pairs(normed, start, values, lane):
-        at = int64(start + lane * 2)
+        at = start + lane * 2
         for i in range(0, held, 2):
             store_pair(normed, at + i * WARP, values[i], values[i + 1])
 
@@ -182,26 +182,26 @@ def embed_kernel(dtype: str, of_out: str, has_tokens: bool, has_positions: bool)
 
     def embed(out, width, token_ids, positions, embeds, wte, scales, scale, wpe, columns, num_steps, sizes):
         let_next_kernel_begin()
-        n = int32(cuda.blockIdx.x)
+        n = cuda.blockIdx.x
         if n >= sizes[0]:
             return
         wait_for_kernel_before()
         token, at = token_ids[n], positions[n] * columns
-        g = token % int32(OUT_TILE)
-        base = int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
-        for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
+        g = token % OUT_TILE
+        base = token // OUT_TILE * num_steps * STEP_SIZE
+        for c in range(cuda.threadIdx.x, columns, int32(EMBED_THREADS)):
             value = float32(0)
             if not has_tokens:
                 pass
             elif token < 0:
                 value = embeds[(-1 - token) * columns + c]
             else:
-                value = load(wte, base + c // int32(STEP) * int32(STEP_SIZE) + place(g, c % int32(STEP)))
+                value = load(wte, base + c // STEP * STEP_SIZE + place(g, c % STEP))
                 if HAS_SCALES:
                     value = rounded_product(value, scales[token])  # not fused with the sum
                 value = rounded_product(value, scale)
             if has_positions:
                 value += wpe[at + c]
-            store(out, int64(n) * width + c, value)
+            store(out, n * width + c, value)
 
     return kernel(embed)
