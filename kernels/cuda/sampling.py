@@ -83,9 +83,10 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     greedy = is_greedy(warpers)
     if greedy and logits.changed.isdisjoint(rows.tolist()):
         token_ids = w.device.read(s.step_token_ids, int(rows.max(initial=-1)) + 1)[rows]
-        if (
-            (token_ids >= 0) & (token_ids < warpers.num_tokens)
-        ).all():  # as `forward` takes them of all scores
+        is_of_tokens = (token_ids >= 0) & (
+            token_ids < warpers.num_tokens
+        )  # `forward` takes them of all scores
+        if is_of_tokens.all():
             return token_ids
     s.write(rows, warpers, seeds, sample_indices, positions)
     count = min(rounded_up(len(rows)), w.max_shape.logits)
