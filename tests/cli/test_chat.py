@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 import pytest
 
 from support.paths import ROOT
+from support.processes import heed_interrupts, readable
 from tinygpt import LLM
 from tinygpt.cli import chat
 from tinygpt.cli import main as cli
@@ -145,11 +145,6 @@ def test_a_long_conversation_loses_its_beginning(talk, small_demo):
     assert "The conversation is unchanged; /reset begins a new one." in err
 
 
-def heed_interrupts() -> None:
-    """As on a terminal. What a shell runs in the background ignores them, and so does all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals")
 def test_ctrl_c_on_a_terminal():
     """In a line it gives up the line, in an answer it ends the answer; neither ends the program."""
@@ -171,7 +166,7 @@ def test_ctrl_c_on_a_terminal():
         deadline = time.monotonic() + 60
         while text not in shown:
             assert time.monotonic() < deadline, shown
-            if select.select([screen], [], [], 1)[0]:
+            if readable([screen], 1):
                 shown += os.read(screen, 4096).decode(errors="replace")
         shown = shown.partition(text)[2]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from support.processes import SECONDS, run_process
+from support.processes import SECONDS, heed_interrupts, run_process
 from support.tables import rows
 
 pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))  # Windows has none
@@ -54,7 +54,14 @@ def test_ctrl_c_during_a_bar_ends_in_one_sentence(folder, name, unit, words):
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     command = [sys.executable, "-c", SLOW, *words.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    started = subprocess.Popen(command, cwd=folder, stderr=stderr, env=environment, stdout=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        command,
+        cwd=folder,
+        stderr=stderr,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=heed_interrupts,
+    )
     os.close(stderr)
     seen = b""
     has_rate = rf"{name if unit == 'B' else ''}.*%\|.*, +[\d.]+([kM]? ?{unit}/s|s/ ?{unit})\]".encode()

@@ -7,9 +7,9 @@ pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not
 import json
 import sys
 import threading
-from select import select
 
 from support.gate import Gate, Held, noting, until_idle
+from support.processes import readable
 from support.serving import served
 from support.tables import rows
 from tinygpt.engine import grammar_process
@@ -206,7 +206,7 @@ def test_a_grammar_is_served_next_to_endless_ones(server, endless):
     clients = [server.begin(prompt=PROMPT, guided_regex="x") for _ in range(GRAMMAR_THREADS - 1)]
     assert endless.wait(60)
     assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
-    assert not select([client.socket for client in clients], [], [], 0)[0]
+    assert not readable(client.socket for client in clients)
     for client in clients:
         client.close()
     server.forget()

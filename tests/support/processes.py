@@ -2,12 +2,13 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,19 @@ def read_to(process: subprocess.Popen, stream: TextIO, text: str) -> str:
     finally:
         limit.cancel()
     raise AssertionError(f"no line had {text!r} until the end, or for {SECONDS} s: {lines!r}")
+
+
+def heed_interrupts() -> None:
+    """As on a terminal. What a shell runs in the background ignores them, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def readable(files: Iterable[Any], seconds: float = 0) -> list[int]:
+    """Return the descriptors that have something to read within the time; select() knows none above 1023."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -277,7 +277,7 @@ def first_needed_layer(placed: Mapping[Any, list[PlacedEdit]], length: int) -> t
     return max(set_from, default=(0, 0))
 
 
-def salt_of(edits: Iterable[Edit], num_prompt: int, begin: tuple[int, int]) -> int:
+def salt_of(edits: Iterable[Edit], num_prompt: int, begin: tuple[int, int] = (0, 0)) -> int:
     """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none.
 
     begin: the first layer that runs, and from which position on.
