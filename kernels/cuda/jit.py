@@ -2,6 +2,9 @@
 
 A uint32 holds two numbers of 16 bits, the first in the low half. `index` counts elements; all accesses are aligned.
 
+Numba types a sum of int32 as int64, which LLVM mostly narrows again. A cast stands if the PTX is longer without it: in
+loop counters, shared addresses, unsigned indices, and before a number is widened.
+
 Two modules use what numba-cuda does not promise: this one the dispatcher's `_cache`, `_Kernel._rebuild` and
 `_reduce_states`, `serialize`, `intrinsic`, llvmlite's builder, `cgutils` and `ConfigStack`; device.py
 `cudadrv.libs` and `nvvm`, `compile`, `_codelibrary.get_cufunc`, `device_ctypes_pointer`, `device_memset`,

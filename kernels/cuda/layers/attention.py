@@ -119,8 +119,8 @@ def attend_decode_kernel(size: int, dtype: str, has_slopes: bool = False, is_int
         weigh_keys(highest, total, packed, words, newest, heads, start, scale, slope, lane)
 
         merged = int32(row * heads.num_heads + head)
-        first = int32(int32(merged * max_blocks) * int32(2 + size))
-        out = uint64(first + int32(key_block * int32(2 + size)))
+        first = int32(merged * max_blocks * (2 + size))
+        out = uint64(first + int32(key_block * (2 + size)))
         if lane == 0:
             partials[out] = highest[0]
             partials[out + uint64(1)] = total[0]
@@ -211,7 +211,7 @@ def attend_prefill_kernel(size: int, dtype: str, has_slopes: bool = False, is_in
         values = cuda.local.array(VALUES, float32)
         begin = tiles[2 * tile]
         end = tiles[2 * tile + 1]
-        first = int32(begin + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
+        first = int32(begin + (cuda.blockIdx.z * TILE_WARPS + warp) * QUERIES)
         count = int32(min(end - first, QUERIES))
         if count <= 0:
             if begin == end or not IS_SHARED:

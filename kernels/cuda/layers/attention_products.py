@@ -96,7 +96,7 @@ def _mma_products(size: int, rows: int, numbers: Numbers, is_int8: bool, is_shar
     def load_queries(words, heads, first, count, head, lane):
         for r in range(rows):
             row = min(int32((lane >> 2) + 8 * r), int32(count - 1))
-            at = int64(int32(int32(int32(first + row) * heads.num_heads + head) * size + (lane & 3) * 8))
+            at = int64(int32(((first + row) * heads.num_heads + head) * size + (lane & 3) * 8))
             for block in range(BLOCKS):
                 loaded = load_cached(heads.q, at + block * DIM_BLOCK)
                 for k in range(4):

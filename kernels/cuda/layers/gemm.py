@@ -62,7 +62,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
 
     @device_function
     def stage_of(stages, step):
-        return uint32(stages + uint32(uint32(step) % uint32(num_stages)) * uint32(stage_bytes))
+        return uint32(stages + uint32(step) % num_stages * stage_bytes)
 
     def gemm(target, inputs, weights, layer, width, sizes, row_kind, run_sums, arrivals):
         let_next_kernel_begin()
@@ -108,15 +108,15 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
             while step < segment_start(segment + int32(1), num_steps):
                 wait_for_copies(pending)
                 cuda.syncthreads()  # and no thread reads the step before
-                ahead = int32(step + int32(ahead_steps))
+                ahead = int32(step + ahead_steps)
                 copy_inputs(stage_of(stages, ahead), *rows, int32(count - first), ahead, stop)
                 copy_weights(stage_of(stages, ahead) + uint32(input_bytes), *panels, num_panels, ahead, stop)
                 commit_copies()
                 multiply(sums, stage_of(stages, step), zero)
-                step = int32(step + int32(1))
+                step = int32(step + 1)
             add_segment(totals, sums)
             if IS_SHARED and first_segment > 0:
-                keep(run_sums, int32(segment - int32(part_segments - 1)), totals)
+                keep(run_sums, int32(segment - (part_segments - 1)), totals)
         if IS_SHARED:
             if first_segment == 0:
                 keep(run_sums, int32(0), totals)
@@ -156,14 +156,14 @@ def _totals_functions(tile: Tile, parts: int):
     def keep(run_sums, slot, totals):
         start = own_sums(slot)
         for i in range(totals_size):
-            run_sums[uint32(start + uint32(i * threads))] = totals[i]
+            run_sums[uint32(start + i * threads)] = totals[i]
 
     @device_function
     def add_kept(totals, run_sums):
         for slot in range(slots):
             start = own_sums(slot)
             for i in range(totals_size):
-                totals[i] += load_fresh(run_sums, uint32(start + uint32(i * threads)))
+                totals[i] += load_fresh(run_sums, uint32(start + i * threads))
 
     return clear, keep, add_kept
 
@@ -182,8 +182,8 @@ def _copy_function(rows: int, row_size: int, item_bytes: int, threads: int, exch
         thread = int32(cuda.threadIdx.x)
         row = thread // int32(row_copies)
         chunk = thread % int32(row_copies)
-        to += uint32((row * int32(row_copies) + (chunk ^ row % 2 * int32(exchange))) * int32(LOAD_BYTES))
-        start = first + int32((row * num_steps + step) * int32(row_size) + chunk * int32(copy_size))
+        to += uint32((row * row_copies + (chunk ^ row % 2 * exchange)) * LOAD_BYTES)
+        start = first + int32((row * num_steps + step) * row_size + chunk * copy_size)
         for i in range(rounds):
             if row + int32(i * rows_at_once) < count:
                 further = int32(i * rows_at_once * row_size) * num_steps
@@ -208,20 +208,20 @@ def _store_functions(dtype: str, tile: Tile, epilogue: str):
 
     @device_function
     def locate_own(target, weights, layer, first_feature, column):
-        feature = min(int32(first_feature + column), int32(weights.features - int32(1)))
+        feature = min(int32(first_feature + column), int32(weights.features - 1))
         return locate(target, weights, layer, feature)
 
     @device_function
     def find_rows(places, target, layer, width, token, stop, place):
         for i in range(ROWS_AT_ONCE):  # past the last token, the last: no branch
-            own = min(int32(token + int32(i * warps)), int32(stop - 1))
+            own = min(int32(token + i * warps), int32(stop - 1))
             places[i] = find(target, layer, width, own, place)
 
     @device_function
     def read_own(before, target, layer, width, first, count, place):
         (_, warp) = lane_and_warp()
         places = cuda.local.array(ROWS_AT_ONCE, int64)
-        stop = min(int32(count), int32(first + int32(tile_tokens)))
+        stop = min(int32(count), int32(first + tile_tokens))
         find_rows(places, target, layer, width, int32(first + warp), stop, place)
         for i in range(ROWS_AT_ONCE):
             before[i] = read(target, places[i])
@@ -230,28 +230,28 @@ def _store_functions(dtype: str, tile: Tile, epilogue: str):
         (lane, warp) = lane_and_warp()
         values = cuda.local.array(ROWS_AT_ONCE, float32)
         places = cuda.local.array(ROWS_AT_ONCE, int64)
-        stop = min(int32(count), int32(first + int32(tile_tokens)))
+        stop = min(int32(count), int32(first + tile_tokens))
         for column in range(lane, int32(tile_features), int32(WARP)):
             following = place
             if not IS_ONE:
-                following = locate_own(target, weights, layer, first_feature, int32(column + int32(WARP)))
+                following = locate_own(target, weights, layer, first_feature, int32(column + WARP))
             if first_feature + column < weights.features:
                 token = int32(first + warp)
-                at = uint32(warp * int32(row_size) + column)
+                at = uint32(warp * row_size + column)
                 while token < stop:
                     find_rows(places, target, layer, width, token, stop, place)
                     for i in range(ROWS_AT_ONCE):
                         if not IS_ONE:
                             before[i] = read(target, places[i])
                     for i in range(ROWS_AT_ONCE):
-                        values[i] = sums[uint32(at + uint32(i * warps * row_size))]
+                        values[i] = sums[uint32(at + i * warps * row_size)]
                     for i in range(ROWS_AT_ONCE):
                         values[i] = before[i] + finish(values[i], place)
                     for i in range(ROWS_AT_ONCE):
-                        if int32(token + int32(i * warps)) < stop:
+                        if int32(token + i * warps) < stop:
                             put(target, places[i], values[i], place)
-                    token = int32(token + int32(ROWS_AT_ONCE * warps))
-                    at = uint32(at + uint32(ROWS_AT_ONCE * warps * row_size))
+                    token = int32(token + ROWS_AT_ONCE * warps)
+                    at = uint32(at + ROWS_AT_ONCE * warps * row_size)
             place = following
 
     return locate_own, read_own, device_function(store)

@@ -34,7 +34,7 @@ from .rows import held_numbers, row_functions, shared_norm_functions
 ROWS = 8  # tokens of an octet, half of the rows of one mma
 SUMS = ROWS * OUT_TILE  # of an octet
 ROW_TILE = 16  # the rows of one mma
-SHARED_PAD = 32  # bfloat16 between two rows in shared memory: 8 rows lie in different banks
+SHARED_PAD = 32  # numbers of 16 bits between two rows in shared memory: 8 rows lie in different banks
 HALF = STEP // 2  # of K: what a lane's load of inputs belongs to
 HELD_OCTETS = 12  # halves of steps whose inputs a lane holds, times octets
 LINEAR_THREADS = SEGMENTS * WARP
@@ -90,13 +90,13 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int, has_tiles:
         let_next_kernel_begin()
         partials = cuda.shared.array(partials_size, float32)
         words = cuda.local.array(words_size, uint32)
-        panel = int32(cuda.blockIdx.x)
-        first = int32(cuda.blockIdx.y * int32(octets * ROWS))
+        panel = cuda.blockIdx.x
+        first = int32(cuda.blockIdx.y * (octets * ROWS))
         if has_tiles:
             wait_for_kernel_before()
-            row_kind = int32(cuda.blockIdx.y * int32(TILE_BOUNDS) + int32(2))
-            first = sizes[uint32(row_kind - int32(1))]
-            layer = int32(layer + sizes[uint32(row_kind - int32(2))])
+            row_kind = int32(cuda.blockIdx.y * TILE_BOUNDS + 2)
+            first = sizes[uint32(row_kind - 1)]
+            layer = layer + sizes[uint32(row_kind - 2)]
             if first >= sizes[uint32(row_kind)]:
                 return
         load_words(words, weights, layer, panel)
@@ -144,29 +144,29 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
         words = cuda.local.array(words_size, uint32)
         # Arrays of a fixed size have 48 KiB at most, in all.
         norm_weight = shared_address(cuda.shared.array(0, float32, alignment=16))
-        norm_bias = norm_weight + uint32(4 * columns)
-        rows = norm_bias + uint32(4 * columns)
+        norm_bias = norm_weight + 4 * columns
+        rows = norm_bias + 4 * columns
         values = cuda.local.array(held, float32)
-        panel = int32(cuda.blockIdx.x)
+        panel = cuda.blockIdx.x
         (lane, row) = _lane_and_warp()
         load_words(words, weights, layer, panel)
-        load_norm(norm_weight, norm_bias, norm, layer, int32(cuda.threadIdx.x))
+        load_norm(norm_weight, norm_bias, norm, layer, cuda.threadIdx.x)
         count = sizes[uint32(row_kind)]
         place = locate(target, weights, layer, panel)
         wait_for_kernel_before()
         if row < count:
-            load_row(values, norm.x, norm.rows[uint32(row)] * columns, lane)
-        own = find(target, layer, width, int32(0), count, place)
+            load_row(values, norm.x, norm.rows[row] * columns, lane)
+        own = find(target, layer, width, 0, count, place)
         if row < count:
             normalize_row(values, norm.epsilon, lane)
         wait_for_copies(0)
         cuda.syncthreads()
         if row < count:
-            store_scaled(uint32(rows + uint32(row * row_bytes)), values, norm_weight, norm_bias, lane)
+            store_scaled(rows + row * row_bytes, values, norm_weight, norm_bias, lane)
         cuda.syncthreads()
-        product(partials, words, rows, int32(0), count, weights, layer, panel)
+        product(partials, words, rows, 0, count, weights, layer, panel)
         cuda.syncthreads()
-        store(target, partials, place, own, weights, layer, panel, width, int32(0), count)
+        store(target, partials, place, own, weights, layer, panel, width, 0, count)
 
     return kernel(normed_linear)
 
@@ -174,17 +174,17 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
 @device_function
 def _lane_and_warp():
     thread = uint32(cuda.threadIdx.x)
-    return int32(thread % uint32(WARP)), int32(thread // uint32(WARP))
+    return int32(thread % WARP), int32(thread // WARP)
 
 
 @device_function
 def first_weight(weights, layer, panel):
-    return int64(int32(int32(layer * weights.num_panels + panel) * weights.num_steps)) * int32(STEP_SIZE)
+    return int32((layer * weights.num_panels + panel) * weights.num_steps) * STEP_SIZE
 
 
 @device_function
 def segment_start(segment, num_steps):
-    return int32(uint32(segment * num_steps) // uint32(SEGMENTS))
+    return int32(uint32(segment * num_steps) // SEGMENTS)
 
 
 @device_function
@@ -192,7 +192,7 @@ def _segment_of_warp(weights):
     """Return the lane, the warp's segment, the segment's first step, and the step after its last."""
     lane, segment = _lane_and_warp()
     start = segment_start(segment, weights.num_steps)
-    return lane, segment, start, segment_start(segment + int32(1), weights.num_steps)
+    return lane, segment, start, segment_start(segment + 1, weights.num_steps)
 
 
 @functools.cache
@@ -209,27 +209,25 @@ def _store_functions(dtype: str, octets: int, epilogue: str):
 
     @device_function
     def locate_own(target, weights, layer, panel):
-        feature = int32(panel * int32(OUT_TILE) + int32(uint32(cuda.threadIdx.x) % uint32(OUT_TILE)))
-        return locate(target, weights, layer, min(feature, int32(weights.features - int32(1))))
+        feature = int32(panel * OUT_TILE + uint32(cuda.threadIdx.x) % OUT_TILE)
+        return locate(target, weights, layer, min(feature, int32(weights.features - 1)))
 
     @device_function
     def find_own(target, layer, width, first, count, place):
         if not IS_ONE:
-            return int64(0), float32(-0.0)
-        token = min(
-            int32(first + int32(uint32(cuda.threadIdx.x) // uint32(OUT_TILE))), int32(count - int32(1))
-        )
+            return 0, float32(-0.0)
+        token = min(int32(first + uint32(cuda.threadIdx.x) // OUT_TILE), int32(count - 1))
         at = find(target, layer, width, token, place)
         return at, read(target, at)
 
     def store(target, partials, place, own, weights, layer, panel, width, first, count):
         for turn in range(turns):
-            index = uint32(uint32(cuda.threadIdx.x) + uint32(turn * LINEAR_THREADS))
-            row = int32(index // uint32(OUT_TILE))
-            column = int32(index % uint32(OUT_TILE))
+            index = uint32(cuda.threadIdx.x + turn * LINEAR_THREADS)
+            row = index // OUT_TILE
+            column = index % OUT_TILE
             token = int32(first + row)
-            feature = int32(panel * int32(OUT_TILE) + column)
-            if index < uint32(num_sums) and token < count and feature < weights.features:
+            feature = int32(panel * OUT_TILE + column)
+            if index < num_sums and token < count and feature < weights.features:
                 value = finish(_total(partials, index), place)
                 at, before = own
                 if not IS_ONE:
@@ -243,10 +241,10 @@ def _store_functions(dtype: str, octets: int, epilogue: str):
 @device_function
 def _total(partials, index):
     """Return the sum over segments; index: token * OUT_TILE + feature."""
-    start = uint32(index // uint32(SUMS) * uint32(SEGMENTS * SUMS) + index % uint32(SUMS))
+    start = uint32(index // uint32(SUMS) * (SEGMENTS * SUMS) + index % uint32(SUMS))
     value = partials[start]
     for segment in range(1, SEGMENTS):
-        value += partials[uint32(start + uint32(segment * SUMS))]
+        value += partials[start + segment * SUMS]
     return value
 
 
@@ -273,9 +271,7 @@ def _first_lane_weight_function(dtype: Dtype):
     lane_size = dtype.lane_size
 
     def first_lane_weight(weights, layer, panel, step, lane):
-        return first_weight(weights, layer, panel) + int64(
-            int32(step * int32(STEP_SIZE) + lane * int32(lane_size))
-        )
+        return first_weight(weights, layer, panel) + int32(step * STEP_SIZE + lane * lane_size)
 
     return device_function(first_lane_weight)
 
@@ -325,7 +321,7 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
 
     @device_function
     def load_input(inputs, at):
-        return load_shared(uint32(inputs + uint32(at * uint32(2)))) if in_shared else load_global(inputs, at)
+        return load_shared(inputs + at * 2) if in_shared else load_global(inputs, at)
 
     @device_function
     def weights_of(words, ahead, half):
@@ -352,22 +348,20 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
         (lane, segment, step, stop) = _segment_of_warp(weights)
-        g = int32(uint32(lane) // uint32(4))
+        g = lane // 4
         q = int32(uint32(lane) % uint32(4))
         num_steps = weights.num_steps
-        further = first_lane_weight(weights, layer, panel, step, lane) + int64(ahead * STEP_SIZE)
+        further = first_lane_weight(weights, layer, panel, step, lane) + ahead * STEP_SIZE
         held = cuda.local.array(held_words, uint32)
         sums = cuda.local.array(sums_size, float32)
         rows = cuda.local.array(octets, row_type)
         for i in range(sums_size):
             sums[i] = float32(0)
         for i in range(held_words):
-            held[i] = uint32(0)
+            held[i] = 0
         for octet in range(octets):
-            token = min(int32(first + octet * int32(ROWS) + g), int32(count - int32(1)))
-            row = int32(
-                token * int32(num_steps * int32(STEP) + int32(row_pad)) + step * int32(STEP) + q * int32(8)
-            )
+            token = min(int32(first + octet * ROWS + g), int32(count - 1))
+            row = int32(token * int32(num_steps * STEP + row_pad) + step * STEP + q * 8)
             rows[octet] = row_type(row)
         while step < stop:
             for turn in range(turns):
@@ -391,12 +385,12 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
             further = further + ahead * STEP_SIZE
             for octet in range(octets):
                 rows[octet] = row_type(rows[octet] + row_type(ahead * STEP))
-        start = uint32(segment * int32(SUMS) + g * int32(OUT_TILE) + q * int32(2))
+        start = segment * SUMS + g * OUT_TILE + q * 2
         for octet in range(octets):
-            at = uint32(start + uint32(octet * SEGMENTS * SUMS))
+            at = uint32(start + octet * SEGMENTS * SUMS)
             s = octet * 2
             partials[at] = sums[s]
-            partials[uint32(at + uint32(1))] = sums[s + 1]
+            partials[uint32(at + 1)] = sums[s + 1]
 
     return device_function(product)
 
@@ -411,7 +405,7 @@ def _fma_product(dtype: Dtype):
     def add_products(sums, words, inputs, first, count, num_steps, k):
         for t in range(ROWS):
             if t == 0 or int32(first + t) < count:
-                row = int64(int32(int32(first + t) * num_steps)) * int32(STEP) + k
+                row = int32((first + t) * num_steps) * STEP + k
                 for part in range(4):
                     x = load_cached(inputs, row + part * quarter)
                     for i in range(4):
@@ -420,15 +414,15 @@ def _fma_product(dtype: Dtype):
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
         (lane, segment, step, stop) = _segment_of_warp(weights)
-        g = int32(uint32(lane) // uint32(4))
-        q = int32(uint32(lane) % uint32(4))
+        g = uint32(lane) // 4
+        q = lane % 4
         num_steps = weights.num_steps
         at = first_lane_weight(weights, layer, panel, step, lane)
         sums = cuda.local.array(ROWS, float32)
         for t in range(ROWS):
             sums[t] = float32(0)
         while step < stop:
-            k = int64(int32(step * int32(STEP) + q * int32(4)))
+            k = int64(int32(step * STEP + q * 4))
             step = int32(step + 1)
             at = at + STEP_SIZE
             add_products(sums, words, inputs, first, count, num_steps, k)
@@ -437,9 +431,9 @@ def _fma_product(dtype: Dtype):
         for t in range(ROWS):
             if t == 0 or int32(first + t) < count:
                 value = sums[t]
-                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
-                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
+                value += cuda.shfl_xor_sync(ALL_LANES, value, 1)
+                value += cuda.shfl_xor_sync(ALL_LANES, value, 2)
                 if q == t % 4:
-                    partials[uint32(segment * int32(SUMS) + g + int32(t * OUT_TILE))] = value
+                    partials[uint32(segment * SUMS + g + int32(t * OUT_TILE))] = value
 
     return device_function(product)

@@ -72,15 +72,15 @@ def _mma_functions(dtype: str, tile: Tile):
     def multiply(sums, stage, zero):
         token, panel, q = place()
         chunk = q ^ (token % int32(2) * int32(EXCHANGE))
-        row = stage + uint32(token * int32(row_bytes))
+        row = stage + uint32(token * row_bytes)
         lane = int32(cuda.threadIdx.x) % int32(WARP)
-        weights_at = stage + uint32(input_bytes + panel * panel_bytes + lane * int32(LOAD_BYTES))
+        weights_at = stage + uint32(input_bytes + panel * panel_bytes + lane * LOAD_BYTES)
         packed = cuda.local.array(words_size, uint32)
         words = cuda.local.array(words_size, uint32)
         load_panels(words, packed, weights_at, 0)
-        multiply_half(sums, words, row + uint32(chunk * int32(LOAD_BYTES)), zero)
+        multiply_half(sums, words, row + uint32(chunk * LOAD_BYTES), zero)
         load_panels(words, packed, weights_at, 1)
-        multiply_half(sums, words, row + uint32((chunk ^ int32(EXCHANGE)) * int32(LOAD_BYTES)), zero)
+        multiply_half(sums, words, row + uint32((chunk ^ EXCHANGE) * LOAD_BYTES), zero)
 
     def add_segment(totals, sums):
         for i in range(sums_size):
@@ -148,7 +148,7 @@ def _fma_functions(dtype: str, tile: Tile):
     def multiply_four(i, sums, words, first):
         q = int32(cuda.threadIdx.x) // int32(4) % int32(4)
         for j in range(4):
-            row = first + uint32((q ^ int32(j)) * int32(2 * row_bytes))
+            row = first + uint32((q ^ j) * (2 * row_bytes))
             x = load_shared(row + uint32(4 * i * (2 * row_bytes)))
             for c in range(columns):
                 at = (4 * i + j) * columns + c
@@ -177,12 +177,10 @@ def _fma_functions(dtype: str, tile: Tile):
     def multiply(sums, stage, zero):
         words = cuda.local.array(words_size, float32)
         (token, feature, q) = place()
-        row = stage + uint32(token * int32(row_bytes) + q * int32(LOAD_BYTES))
+        row = stage + uint32(token * row_bytes + q * LOAD_BYTES)
         panel = feature // int32(OUT_TILE)
         column = feature % int32(OUT_TILE)
-        weights_at = stage + uint32(
-            input_bytes + panel * int32(panel_bytes) + (4 * column + q) * int32(LOAD_BYTES)
-        )
+        weights_at = stage + uint32(input_bytes + panel * panel_bytes + (4 * column + q) * LOAD_BYTES)
         for part in range(int32(0), int32(4)):
             for c in range(columns):
                 at = part * int32(part_bytes) + int32(c // 2 * panel_bytes + c % 2 * (part_bytes // 2))

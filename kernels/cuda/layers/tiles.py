@@ -80,8 +80,8 @@ class Tile:
         return max(self.stages * self.stage_bytes(dtype), self.tokens * self.row_size * 4)
 
 
-# From how many blocks a multiprocessor on: small tiles hide latency, large tiles share loads. Of six in 24 shapes on an
-# H200, the first two are the fastest.
+# Tiles, with the blocks of a multiprocessor from which on each is taken: small tiles hide latency, large tiles share
+# loads. Of six tiles in 24 shapes, the first two are the fastest on an H200.
 MMA_TILES = {Tile(2, 2, 1, 2): 0, Tile(2, 4, 2, 3): 1, Tile(2, 4, 4, 4): 2}
 # In float32 a large tile's step takes longer than its copies: two stages, with which all fit in 99 KiB, two in 64.
 FMA_TILES = dict.fromkeys((Tile(2, 2, 1, 2, 3), Tile(2, 2, 2, 3, 2), Tile(2, 4, 2, 3, 2)), 0)
