@@ -23,6 +23,7 @@ from .errors import MAX_SHOWN, CheckpointError, LostFileError
 from .files import open_regular
 
 STD = np.float32(0.02)
+ROWS = 256  # of a tensor, that are compared together
 
 
 class Tensor(Protocol):
@@ -58,6 +59,15 @@ class DefaultTensor:
         return self.make(self.shape)
 
     def release(self) -> None: ...
+
+
+def have_equal_values(one: Tensor, other: Tensor) -> bool:
+    a, b = np.atleast_1d(one.float32(), other.float32())
+    # By a few rows: one may lie transposed, and most that differ do so at once.
+    equal = all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
+    one.release()
+    other.release()
+    return equal
 
 
 zeros = partial(np.zeros, dtype=np.float32)
