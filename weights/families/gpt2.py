@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
 from ..errors import listed
-from ..files import TENSOR_NAMES
+from ..files import TENSOR_NAMES, StoredTokenizer
 from .family import (
     AS_IS,
     Family,
@@ -151,6 +151,14 @@ def _is_gpt2s(source: Source) -> bool:
     return any(canonical_name(name).endswith(ends) for name in source.container.tensors)
 
 
+def _characters(source: Source) -> StoredTokenizer | None:
+    if not source.container.dicts:  # of no training run
+        return None
+    from .characters import character_tokenizer
+
+    return character_tokenizer(source)
+
+
 # Of GPT-2s of every family.
 LAYOUT = Layout(
     _rules,
@@ -170,6 +178,7 @@ FAMILY = Family(
     rules=lambda source, config: _rules(config),
     named=named,
     ignored=IGNORED,
+    tokenizer=_characters,
     advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}. '
     "`tinygpt info --write-names linear` may propose it.",
 )

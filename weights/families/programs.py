@@ -5,16 +5,16 @@ rasbt/LLMs-from-scratch (previous_chapters.py).
 """
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import EMBEDDING, HEAD, ModelConfig
-from ..containers.torch import Stub, fields_of, read_plain_pickle
-from ..errors import CheckpointError, is_bool
-from ..files import TENSOR_NAMES, StoredTokenizer
+from ..containers.torch import Stub, fields_of
+from ..errors import is_bool
+from ..files import TENSOR_NAMES
 from ..tensor import have_equal_values
+from .characters import character_tokenizer
 from .described import Description, Model, with_head_bias
 from .family import MODULES, Family, Source, TensorRule, renamed
 from .gpt2 import BESIDE, config_beside
@@ -34,7 +34,6 @@ _ASKED = {
 }
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
-_PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
     "gpt2": 12,
@@ -176,7 +175,7 @@ class Program:
             named=self.description.named,
             ignored=(*self.description.left_out, f"{BESIDE}.*"),
             quirks=self.quirks,
-            tokenizer=_tokenizer,
+            tokenizer=character_tokenizer,
             finish=with_head_bias,
         )
 
@@ -244,31 +243,6 @@ def _config_of_transformers(source: Source, sizes: Mapping[str, Any]) -> ModelCo
     if heads != config.n_head:
         raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
     return config
-
-
-def _tokenizer(source: Source) -> StoredTokenizer | None:
-    """Read meta.pkl, next to the checkpoint or in nanoGPT's folder."""
-    data_set = fields_of(source.container.metadata.get("config")).get("dataset")
-    places = [source.folder / "meta.pkl"]
-    if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
-        places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
-    path = next((path for path in places if path.is_file()), None)
-    if path is None:
-        return None
-    characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
-    if not characters:
-        raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
-    return character_tokenizer(characters, str(path))
-
-
-def character_tokenizer(ids: Mapping[str, Any], place: str) -> StoredTokenizer:
-    """Raise CheckpointError, which names `place`."""
-    if any(
-        len(character) != 1 or type(token_id) is not int or token_id < 0
-        for character, token_id in ids.items()
-    ):
-        raise CheckpointError(f"{place} must give each character a whole number from 0.")
-    return StoredTokenizer("characters", ids)
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:

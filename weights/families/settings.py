@@ -89,20 +89,21 @@ def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the file's dictionaries and objects that state a width or layers, which are in `sizes`."""
-    for fields in _fields_in(source.container.metadata):
+    """Yield the fields of the file's dictionaries and objects that state a width or layers, which are in `sizes`.
+
+    Next to nanoGPT's model_args, others hold the flags of a run, some of which a resumed model ignores.
+    """
+    metadata = source.container.metadata
+    for fields in fields_in(metadata.get("model_args", metadata)):
         numbers = _numbers_in(fields)
         fits = [sizes.get(name) in numbers[name] for name in ("n_embd", "n_layer") if name in numbers]
         if fits and all(fits):
             yield fields
 
 
-def _fields_in(metadata: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dictionary and object once: a pickle may contain itself.
-
-    Next to nanoGPT's model_args, other dictionaries hold the flags of a run, some of which a resumed model ignores.
-    """
-    left: list[Any] = [metadata.get("model_args", metadata)]
+def fields_in(metadata: Any) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each dictionary and object once: a pickle may contain itself."""
+    left = [metadata]
     taken: dict[int, Any] = {}  # by id, which is an object's own as long as it lives
     while left:
         value = left.pop()
