@@ -129,7 +129,7 @@ class Peek:
 
     @classmethod
     def into(cls, path: Path) -> "Peek":
-        with parsing(path, "file"), open_regular(path) as file:
+        with parsing(path, "file"), open_regular(path, is_weights=True) as file:
             head = file.read(PEEK_HEAD)
             file.seek(max(os.fstat(file.fileno()).st_size - PEEK_TAIL, 0))
             return cls(head, file.read(PEEK_TAIL))
@@ -145,7 +145,7 @@ class MappedFile:
         self.path = path
         first = part.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY if part else 0
         self.begin = part.start - first if part else 0
-        with parsing(path, "file"), open_regular(path) as file:
+        with parsing(path, "file"), open_regular(path, is_weights=True) as file:
             if not os.fstat(file.fileno()).st_size or part == range(0):
                 raise CheckpointError(f"{path} is empty: download it again.")
             # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
