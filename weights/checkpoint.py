@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 def _checksum(path: Path) -> str:
-    with parsing(path, "file"), open_regular(path) as file:
+    with parsing(path, "file"), open_regular(path, is_weights=True) as file:
         return crc32_of(iter(partial(file.read, READ_SIZE), b""))
 
 

@@ -66,14 +66,15 @@ def looks_local(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or "\\" in name or is_file
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, is_weights: bool = False) -> BinaryIO:
     """Open a file of a checkpoint's folder.
 
-    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer.
+    Raise OSError for a FIFO or a device, which could block for ever, a Git LFS pointer, and a link out of the folder,
+    unless it is of weights, whose content no error quotes.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if path.is_symlink():
+    if path.is_symlink() and not is_weights:
         check_inside(path, path.parent)
     file = path.open("rb")
     if file.peek().startswith(LFS_POINTER):

@@ -5,8 +5,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
-
 from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
@@ -14,10 +12,9 @@ from .errors import CheckpointError, listed, of_any_layer
 from .families.family import Family, NamedTensor, Source, TensorRule, matches, num_parts
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
-from .tensor import DefaultTensor, StoredTensor, Tensor
+from .tensor import DefaultTensor, StoredTensor, Tensor, have_equal_values
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
-ROWS = 256  # of a tensor, that are compared together
 Shapes = Mapping[str, tuple[int, ...]]
 Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of problem
 
@@ -31,7 +28,7 @@ BY_FORMAT: dict[str, tuple[str, ...]] = {
     "FasterTransformer folder": ("fastertransformer.BLOOM", "fastertransformer.FAMILY"),
 }
 # Of programs in torch, the narrower ones first.
-PROGRAMS = ("NANOGPT", "BUILD_NANOGPT", "MINGPT", "LLMS_FROM_SCRATCH", "LECTURE")
+PROGRAMS = ("NANOGPT", "BUILD_NANOGPT", "MINGPT", "UNDECIDED", "LLMS_FROM_SCRATCH", "LECTURE")
 
 
 def _has_megatrons_names(source: Source) -> bool:
@@ -102,9 +99,10 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         elif not named_tensors.has(rules[EMBEDDING].sources):
             rules[EMBEDDING] = rules[HEAD]
     shapes = {**parameter_shapes(config), HEAD_BIAS: (config.vocab_size,)}
-    problems = named_tensors.problems(rules, shapes, family.described_by)
+    described_by = family.described_by + family.adds(source)
+    problems = named_tensors.problems(rules, shapes, described_by)
     if any(problems.values()):
-        raise CheckpointError(_explain(source.path, family, problems))
+        raise CheckpointError(_explain(source.path, family, described_by.rstrip(","), problems))
     stored = family.finish(
         {name: named_tensors.parameter(rule, shapes[name]) for name, rule in rules.items()}
     )
@@ -214,29 +212,20 @@ def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
     head = stored.get(HEAD)
     embedding = stored[EMBEDDING]
     # ==: the same bytes of a file.
-    return head is None or head == embedding or _have_equal_values(head, embedding)
+    return head is None or head == embedding or have_equal_values(head, embedding)
 
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape or not (one.is_floating and other.is_floating):
         return False
-    return one == other or _have_equal_values(one, other)
+    return one == other or have_equal_values(one, other)
 
 
-def _have_equal_values(one: Tensor, other: Tensor) -> bool:
-    a, b = np.atleast_1d(one.float32(), other.float32())
-    # By a few rows: one may lie transposed, and most that differ do so at once.
-    equal = all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
-    one.release()
-    other.release()
-    return equal
-
-
-def _explain(path: Path, family: Family, problems: Problems) -> str:
+def _explain(path: Path, family: Family, described_by: str, problems: Problems) -> str:
     lines = [f"  {kind}: {'; '.join(_grouped(names))}" for kind, names in problems.items() if names]
     return "\n".join(
         [
-            f"{path} does not hold the {family.name} that {family.described_by} describes.",
+            f"{path} does not hold the {family.name} that {described_by} describes.",
             *lines,
             *filter(None, [family.advice]),
             f"Download the checkpoint again, all of one place; only a plain {family.name} can be loaded.",

@@ -23,6 +23,7 @@ from .errors import MAX_SHOWN, CheckpointError, LostFileError
 from .files import open_regular
 
 STD = np.float32(0.02)
+ROWS = 256  # of a tensor, that are compared together
 
 
 class Tensor(Protocol):
@@ -58,6 +59,15 @@ class DefaultTensor:
         return self.make(self.shape)
 
     def release(self) -> None: ...
+
+
+def have_equal_values(one: Tensor, other: Tensor) -> bool:
+    a, b = np.atleast_1d(one.float32(), other.float32())
+    # By a few rows: one may lie transposed, and most that differ do so at once.
+    equal = all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
+    one.release()
+    other.release()
+    return equal
 
 
 zeros = partial(np.zeros, dtype=np.float32)
@@ -119,7 +129,7 @@ class Peek:
 
     @classmethod
     def into(cls, path: Path) -> "Peek":
-        with parsing(path, "file"), open_regular(path) as file:
+        with parsing(path, "file"), open_regular(path, is_weights=True) as file:
             head = file.read(PEEK_HEAD)
             file.seek(max(os.fstat(file.fileno()).st_size - PEEK_TAIL, 0))
             return cls(head, file.read(PEEK_TAIL))
@@ -135,7 +145,7 @@ class MappedFile:
         self.path = path
         first = part.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY if part else 0
         self.begin = part.start - first if part else 0
-        with parsing(path, "file"), open_regular(path) as file:
+        with parsing(path, "file"), open_regular(path, is_weights=True) as file:
             if not os.fstat(file.fileno()).st_size or part == range(0):
                 raise CheckpointError(f"{path} is empty: download it again.")
             # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.

@@ -1,9 +1,15 @@
 """GPT-2s as people write them in torch, each with the modules, names and forward pass of its repository."""
 
+import numpy as np
 import torch
 from torch import nn
 
+from tinygpt.kernels import reference
+from tinygpt.kernels.backend import Batch
+from tinygpt.weights.open import open_checkpoint
+
 V, T, C, L, H = 13, 7, 8, 3, 2
+IDS = [3, 1, 4, 1, 5]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaled_by: int = C // H) -> torch.Tensor:
@@ -227,3 +233,16 @@ def made(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
+
+
+def assert_computes(path, model):
+    """Compare the logits with the model's own."""
+    checkpoint = open_checkpoint(path)
+    params = reference.load_params(checkpoint)
+    cache = reference.new_kv_cache(checkpoint.config, 1, len(IDS))
+    workspace = reference.new_workspace(checkpoint.config, len(IDS), len(IDS))
+    found = np.array(reference.forward(params, Batch.of([IDS], [0], [0], "all"), cache, workspace))
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS]))[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
+    return checkpoint

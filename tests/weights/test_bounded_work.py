@@ -193,12 +193,32 @@ MORE_FILES |= dict.fromkeys(("vocab.json", "merges.txt", "special_tokens_map.jso
 MORE_FILES |= dict.fromkeys(("config.ini", "latest", "checkpoint"), OPEN)
 
 
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.tinygpt.safetensors", "shard", "soft prompt")
+WEIGHTS += (
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "x.gguf",
+    "x.onnx",
+    "x.nemo",
+    "x.index",
+    "ckpt.pt",
+)
+WEIGHTS += ("x.ckpt",)
+
+
 def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "outside").write_text("a secret")
-    found = {
-        name: opens for name, opens in (FILES | MORE_FILES).items() if name != "soft prompt"
-    }  # which a user names
-    assert_none_is_read(tmp_path, found, "link", "it is a link out of its folder")
+    texts = {name: opens for name, opens in (FILES | MORE_FILES).items() if name not in WEIGHTS}
+    assert_none_is_read(tmp_path, texts, "link", "it is a link out of its folder")
+
+
+def test_a_link_of_weights_out_of_the_folder_is_followed_and_not_quoted(tmp_path):
+    (tmp_path / "outside").write_text("a secret")
+    files = FILES | MORE_FILES
+    folders = {name: write_irregular(tmp_path / f"without {name}", name, "link") for name in WEIGHTS}
+    sentences = outcomes([(files[name], folder) for name, folder in folders.items()])
+    assert not re.search("a secret|cannot be read", sentences), sentences
+    assert len(sentences.splitlines()) == len(WEIGHTS)
 
 
 def test_a_git_lfs_pointer_in_the_place_of_any_file_is_told(tmp_path):

@@ -11,14 +11,23 @@ from safetensors.numpy import save_file
 from support.recorded import MISSING
 from support.tiny_checkpoint import assert_refused, write_json
 from tinygpt.cli import main as cli
-from tinygpt.kernels import reference
-from tinygpt.kernels.backend import Batch
 from tinygpt.weights.open import open_checkpoint
 
 torch = pytest.importorskip("torch", reason=MISSING)
-from support.torch_programs import C, H, L, Lecture, Nano, OfTorch, Scratch, T, V, made  # noqa: E402
-
-IDS = [3, 1, 4, 1, 5]
+from support.torch_programs import (  # noqa: E402
+    IDS,
+    C,
+    H,
+    L,
+    Lecture,
+    Nano,
+    OfTorch,
+    Scratch,
+    T,
+    V,
+    assert_computes,
+    made,
+)
 
 
 @dataclasses.dataclass
@@ -33,19 +42,6 @@ class GPTConfig:  # build-nanogpt's
 @dataclasses.dataclass
 class NanoConfig(GPTConfig):  # nanoGPT's, whose activation is another
     dropout: float = 0.0
-
-
-def assert_computes(path, model):
-    """Compare the logits with the model's own."""
-    checkpoint = open_checkpoint(path)
-    params = reference.load_params(checkpoint)
-    cache = reference.new_kv_cache(checkpoint.config, 1, len(IDS))
-    workspace = reference.new_workspace(checkpoint.config, len(IDS), len(IDS))
-    found = np.array(reference.forward(params, Batch.of([IDS], [0], [0], "all"), cache, workspace))
-    with torch.no_grad():
-        expected = model(torch.tensor([IDS]))[0].numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
-    return checkpoint
 
 
 def beside(model, key, **others):
@@ -340,8 +336,7 @@ def test_names_that_the_file_has_are_given_others(tmp_path):
     arrays = {name.removeprefix("transformer."): array for name, array in arrays_of(model).items()}
     masks = {name for name in arrays if name.endswith("attn.bias")}
     names = {name: f"module.{name}" for name in arrays if name not in masks}
-    folder = write_named(tmp_path, arrays, names, {"n_head": H})
-    assert open_checkpoint(folder).family == "minGPT"
+    folder = write_named(tmp_path, arrays, names, {"n_head": H, "activation_function": "gelu_new"})
     assert_computes(folder, model)
 
 
@@ -428,7 +423,7 @@ DAMAGED = [
     (lambda m: {**m.state_dict(), "transformer.h.7.ln_1.weight": torch.ones(C)}, "unexpected: transformer.h.7"),
     (lambda m: {**m.state_dict(), f"{BLOCK}.attn.q_norm.weight": torch.ones(C)}, "unexpected: .*q_norm"),
     (lambda m: {"model": m.state_dict(), "config": FLAGS}, "how many heads"),
-    (lambda m: {"model": m.state_dict(), "config": NanoConfig()}, "how many heads"),
+    (lambda m: {"model": m.state_dict(), "config": NanoConfig()}, "arithmetic: write .*config.json with an activation"),
     (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS, "more": [GPTConfig()]}, "n_head 2, and config.json"),
     (lambda m: {"model": m.state_dict(), "model_args": NANO_ARGS | {"n_layer": 4}}, "has 3 layers, .* and 4 by its se"),
     (lambda m: {"model": no_biases(m, "attn.c_attn"), "model_args": NANO_ARGS}, r"missing: .*attn\.c_attn\.bias"),
@@ -444,9 +439,8 @@ DAMAGED = [
 @pytest.mark.parametrize(("saved", "sentence"), DAMAGED)
 def test_a_state_dict_that_two_answers_fit_or_none_is_refused(tmp_path, saved, sentence):
     torch.save(saved(made(Nano())), tmp_path / "ckpt.pt")
-    write_json(
-        tmp_path / "config.json", {} if "how" in sentence else {"n_head": 4 if "n_head 2" in sentence else H}
-    )
+    config = {"n_head": 4 if "n_head 2" in sentence else H, "activation_function": "gelu_new"}
+    write_json(tmp_path / "config.json", {} if re.search("how|arithmetic", sentence) else config)
     assert_refused(tmp_path / "ckpt.pt", sentence)
 
 

@@ -12,7 +12,8 @@ from tinygpt.errors import CheckpointError
 from tinygpt.kernels.reference import layers as reference
 from tinygpt.weights.checkpoint import model_config as read_config
 from tinygpt.weights.config import ACTIVATIONS, ModelConfig
-from tinygpt.weights.families.family import Source, config_of_parts
+from tinygpt.weights.families.family import Source
+from tinygpt.weights.families.settings import config_of_parts
 from tinygpt.weights.families.transformers import MODEL_TYPES
 from tinygpt.weights.tensor import Container
 
@@ -135,9 +136,9 @@ def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
             read_config({"model_type": "llama", "n_embd": "what this field means there is not known"})
 
 
-def test_the_hint_of_heads_fits_the_width(tmp_path):
-    """OpenAI's heads have 64 columns; a literal 12 is right for one size alone."""
-    with pytest.raises(CheckpointError, match=r'config.json with \{"n_head": 25\} if they have 64 columns'):
+def test_no_number_of_heads_is_offered(tmp_path):
+    """Followed, the wrong one loads."""
+    with pytest.raises(CheckpointError, match=r"does not say how many heads .*config.json with n_head\.$"):
         config_of_parts(Source(tmp_path, Container("ONNX", {})), "its graph", seen={"n_embd": 1600})
 
 

@@ -33,7 +33,7 @@ from support.tiny_checkpoint import (
 )
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_runner import load_tokenizer
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError
 from tinygpt.weights import matching
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
@@ -189,6 +189,70 @@ def test_the_tokenizer_of_a_model_of_characters(tmp_path, place):
     assert tokenizer.token_bytes(8) == "é".encode()
     with pytest.raises(RequestError, match="no token for 'x', 'z'"):
         tokenizer.encode("azbx")
+
+
+TEXT = "\n !?abcDé"
+STOI = {character: i for i, character in enumerate(TEXT)}
+ITOS = dict(enumerate(TEXT))
+TABLES = {
+    "in the checkpoint": {"stoi": STOI, "itos": ITOS},
+    "the way back": {"itos": ITOS},
+    "in order": {"data": {"chars": list(TEXT)}},
+    "a text": {"config": {"chars": TEXT}},
+    "by another name": {"tokenizer": {"char_to_idx": STOI, "idx2char": list(TEXT)}},
+}
+TABLE_FILES = {
+    "vocab.json": {"stoi": STOI, "itos": {str(i): character for i, character in ITOS.items()}},
+    "vocab.pkl": {"stoi": STOI, "itos": ITOS},
+    "meta.pkl": {"chars": list(TEXT), "itos": ITOS},
+}
+PLAIN_FILES = {"vocab.json": STOI, "vocab.pkl": list(TEXT)}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_characters_in_the_checkpoint(tmp_path, kind):
+    (tmp_path / "ckpt.pt").write_bytes(own_bytes(nanogpt_state(TENSORS) | TABLES[kind]))
+    assert load_tokenizer(open_checkpoint(tmp_path)).encode("cab é!") == [6, 4, 5, 1, 8, 2]
+
+
+@pytest.mark.parametrize(("name", "table"), [*TABLE_FILES.items(), *PLAIN_FILES.items()])
+def test_a_table_of_characters_next_to_the_checkpoint(tmp_path, name, table):
+    content = json.dumps(table).encode() if name.endswith(".json") else pickle.dumps(table)
+    (tmp_path / name).write_bytes(content)
+    tokenizer = load_tokenizer(open_nanogpt(tmp_path))
+    assert tokenizer.encode("cab é!") == [6, 4, 5, 1, 8, 2]
+    assert tokenizer.decode([6, 4, 5, 1, 8, 2]) == "cab é!"
+
+
+def test_a_table_with_special_tokens_next_to_gpt_2s_own_names(tmp_path):
+    state = {"state_dict": random_tensors(), "stoi": {"<pad>": 0, "a": 1, "b": 2, "[EOS]": 3}}
+    (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
+    write_json(tmp_path / "config.json", {"n_head": 2})
+    tokenizer = load_tokenizer(open_checkpoint(tmp_path))
+    assert tokenizer.encode("ab<pad>b[EOS]") == [1, 2, 0, 2, 3]
+    assert tokenizer.special_ids == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"stoi": STOI, "itos": ITOS | {3: "x"}}, "has two tables of characters that differ"),
+        ({"stoi": {"a": 0, "word": 1}}, "must give each character a whole number from 0"),
+        ({"itos": {"a": "b"}}, "must give each character a whole number from 0"),
+    ],
+)
+def test_a_table_that_is_none_of_characters_is_refused(tmp_path, tables, sentence):
+    (tmp_path / "ckpt.pt").write_bytes(own_bytes(nanogpt_state(TENSORS) | tables))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_tokenizer(open_checkpoint(tmp_path))
+
+
+def test_a_vocabulary_without_merges_is_no_table(tmp_path):
+    write_json(tmp_path / "vocab.json", {"a": 0, "ab": 1})
+    with pytest.raises(
+        NoTokenizerError, match=r"only vocab\.json is there.* or characters as nanoGPT's meta\.pkl"
+    ):
+        load_tokenizer(open_nanogpt(tmp_path))
 
 
 def test_mingpt_by_its_layout(tmp_path):

@@ -17,7 +17,7 @@ from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
 from support.tables import rows
-from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors
+from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors, write_json
 from tinygpt import LLM
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
@@ -179,6 +179,46 @@ def test_its_tokenizer(tmp_path):
     assert tokenizer.special_ids == {4}
     assert tokenizer.eos_token_id == 4
     assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (4, (4,))
+
+
+ENDS = [
+    ({"eot_token_id": (4, 7)}, (4, 7)),
+    ({"eom_token_id": (4, 7), "eot_token_id": (4, 9)}, (4, 9, 7)),
+    ({"eos_token_id": (9, (4, [4, 7]))}, (4, 7)),
+    ({"eot_token_id": (4, 4)}, (4,)),
+]
+
+
+@pytest.mark.parametrize(("keys", "ends"), ENDS, ids=str)
+def test_all_ends_that_it_names_are_ends(tmp_path, keys, ends):
+    """And their texts that need no key in llama.cpp, unless they are usual tokens."""
+    named = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    checkpoint = open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **TOKENIZER | named))
+    assert checkpoint.config.eos_token_ids == ends
+    assert load_tokenizer(checkpoint).eos_token_id == 4
+
+
+def test_control_tokens_spelled_as_ends_are_ends(tmp_path):
+    tokens = ["a", "b", "<|im_end|>", "<|eot_id|>", "</s>", "c", "<|im_start|>", "d", "e", "f", "g"]
+    kinds = [1, 1, 3, 4, 1, 1, 3, 1, 1, 1, 1]
+    spelled = {
+        "tokenizer.ggml.tokens": (9, (8, tokens)),
+        "tokenizer.ggml.token_type": (9, (5, kinds)),
+        "tokenizer.ggml.merges": (9, (8, [])),
+        "tokenizer.ggml.eos_token_id": (4, 0),
+    }
+    path = write_gguf_folder(tmp_path, TENSORS, **TOKENIZER | spelled)
+    assert open_checkpoint(path).config.eos_token_ids == (0, 2, 3)
+    there = convert(path, tmp_path / "there", "--to", "gguf")
+    assert open_checkpoint(there).config.eos_token_ids == (0, 2, 3)
+
+
+def test_ends_that_it_does_not_name_are_those_of_generation_config(tmp_path):
+    """Also of a training checkpoint."""
+    keys = {name: value for name, value in TOKENIZER.items() if "eos" not in name}
+    path = write_gguf_folder(tmp_path, TENSORS, **keys)
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [3, 5]})
+    assert open_checkpoint(path).config.eos_token_ids == (3, 5)
 
 
 def test_its_chat_template_goes_before_a_folders(tmp_path):

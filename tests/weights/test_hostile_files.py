@@ -13,13 +13,23 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+from support.foreign import gguf, nanogpt_state
 from support.megatron_writer import megatron
 from support.recorded import MISSING
 from support.tables import rows
-from support.tiny_checkpoint import assert_refused, random_tensors, write_checkpoint, write_config
-from support.torch_files import ORDERED_DICT, STORAGE, TENSOR, program, text, torch_bytes
+from support.tiny_checkpoint import (
+    assert_holds,
+    assert_refused,
+    random_tensors,
+    write_checkpoint,
+    write_config,
+    write_json,
+)
+from support.torch_files import ORDERED_DICT, STORAGE, TENSOR, own_bytes, program, text, torch_bytes
 from tinygpt.cli import main as cli
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.containers.torch import read_torch
@@ -454,6 +464,33 @@ def test_a_link_that_a_user_names(tmp_path, capsys):
         assert open_checkpoint(folder / name).folder == beside
         assert cli.main(["info", "--json", str(folder / name)]) == 0
         assert json.loads(capsys.readouterr().out)["files"].keys() == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin", "shards", "x.gguf", "ckpt.pt"])
+def test_weights_that_are_links_to_a_shared_disk(tmp_path, form, capsys):
+    """They load and are hashed, next to texts that must lie in the folder."""
+    (shared := tmp_path / "shared").mkdir()
+    (folder := tmp_path / "folder").mkdir()
+    arrays = random_tensors(prefix="")
+    if form == "x.gguf":
+        (gguf(shared, arrays) / "model.gguf").rename(shared / form)
+    elif form == "ckpt.pt":
+        (shared / form).write_bytes(own_bytes(nanogpt_state(arrays)))
+    elif form == "pytorch_model.bin":
+        (shared / form).write_bytes(own_bytes(arrays))
+    else:
+        save_file(arrays, shared / form)
+    if form == "shards":
+        write_json(folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(arrays, form)})
+    write_config(folder)
+    (folder / form).symlink_to(shared / form)
+    assert_holds(open_checkpoint(folder), arrays)
+    assert cli.main(["info", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["files"].keys() == {"config.json", form}
+    (tmp_path / "vocab.txt").write_text("a secret")
+    (folder / "vocab.txt").symlink_to(tmp_path / "vocab.txt")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt cannot be read: it is a link out of its folder"):
+        load_tokenizer(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt"])

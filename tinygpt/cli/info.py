@@ -203,7 +203,7 @@ class Report:
         tokenizers = [folder / name for name in (*TOKENIZER_FILES, PREPARED_FILE)]
         files = {}
         for path in filter(Path.is_file, [*configs, *weights, *tokenizers]):
-            with suppress(OSError), open_regular(path) as file:
+            with suppress(OSError), open_regular(path, path in weights) as file:
                 digest = hashlib.sha256()
                 while block := file.read(1 << 20):
                     digest.update(block)

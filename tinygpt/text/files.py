@@ -135,7 +135,8 @@ def _no_tokenizer(folder: Path) -> str:
     return (
         f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json with "
         f"vocab.bpe, or vocab.txt is needed, and {there} is there. Save the tokenizer with transformers' "
-        "save_pretrained, which writes a tokenizer.json; until then, token ids work."
+        "save_pretrained, which writes a tokenizer.json, or characters as nanoGPT's meta.pkl, with their ids in its "
+        "'stoi'; until then, token ids work."
     )
 
 

@@ -137,7 +137,8 @@ def reader_of(file: Path) -> Reader:
         raise CheckpointError(
             f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}."
         )
-    beginning = f"it begins with {peek.head[:8]!r}" if peek.head else "it is empty"
+    quoted = "as its link leads" if file.is_symlink() else f"it begins with {peek.head[:8]!r}"
+    beginning = quoted if peek.head else "it is empty"
     raise CheckpointError(
         f"{file} is in no format of weights that is implemented ({beginning}): give a file of safetensors, PyTorch, "
         "GGUF, ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."

@@ -45,7 +45,7 @@ class Member:
         with parsing(self.path, "text"):
             if self.part is None:
                 return read_regular_text(self.path)
-            with open_regular(self.path) as file:
+            with open_regular(self.path, is_weights=True) as file:
                 file.seek(self.part.start)
                 return file.read(len(self.part)).decode()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from ..errors import CheckpointError, listed, shown
+from ..files import open_regular
 from ..tensor import (
     ITEMSIZE,
     ArchiveMember,
@@ -202,7 +203,8 @@ def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, 
 
 def read_plain_pickle(path: Path) -> Any:
     """Return the object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
-    return load_pickle(MappedFile(path).data, path, has_stubs=False)[0]
+    with parsing(path, "file"), open_regular(path) as file:  # which the map would follow out of its folder
+        return load_pickle(file, path, has_stubs=False)[0]
 
 
 def fields_of(value: Any) -> dict[str, Any]:

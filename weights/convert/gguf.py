@@ -13,7 +13,7 @@ import numpy as np
 from ..checkpoint import Checkpoint
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from ..errors import CheckpointError, how_to_install
-from ..families.gguf import ARCHITECTURES, CONTROL, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
+from ..families.gguf import ARCHITECTURES, CONTROL, ENDS, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
 from ..files import StoredTokenizer, replacing, sync
 from .export import rounded
 
@@ -157,7 +157,7 @@ def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, Any]:
 
 def _tokenizer_keys(config: ModelConfig, tokenizer: StoredTokenizer | None) -> dict[str, Any]:
     """Return a token for each row of the vocabulary: without a text, an unused token."""
-    ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
+    ends = {"bos_token_id": config.bos_token_id, **dict(zip(ENDS, config.eos_token_ids, strict=False))}
     keys = {
         f"tokenizer.ggml.{key}": i for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
     }

@@ -23,7 +23,6 @@ from ..errors import (
     one_of,
     only,
     or_null,
-    shown,
     size_to,
     wrong_fields,
 )
@@ -227,8 +226,9 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name, described_by: of the model and the place of its configuration, for messages. config: raises one
-    CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
+    name, described_by: of the model and the place of its configuration, for messages; adds: where sizes come from that
+    it leaves out. config: raises one CheckpointError for all wrong fields. rules: of every parameter. named: every
+    tensor by its name in the rules.
     ignored: patterns of known, unused names. quirks: what loading evens out. advice: for an error of matching.
     tokenizer: in the weights' files. chat_options: of a Checkpoint. layout: transformers'.
     finish: folds tensors that are no parameters into parameters.
@@ -238,6 +238,7 @@ class Family:
     described_by: str
     config: Callable[[Source], ModelConfig]
     rules: Callable[[Source, ModelConfig], Mapping[str, TensorRule]]
+    adds: Callable[[Source], str] = lambda source: ""
     detect: Callable[[Source], bool] = lambda source: True
     named: Callable[[Source], Iterable[NamedTensor]] = as_named
     ignored: tuple[str, ...] = ()
@@ -326,49 +327,6 @@ CHECKS: Checks = {
 }
 
 
-# Fields that no tensor shows, and that a config.json next to the file may give.
-UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
-GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
-
-
-def config_of_parts(
-    source: Source,
-    described_by: str,
-    guessed: Mapping[str, Any] = NONE,
-    seen: Mapping[str, Any] = NONE,
-    said: Mapping[str, Any] = NONE,
-    structure: Mapping[str, Any] = NONE,
-) -> ModelConfig:
-    """Return ModelConfig: `said` wins over `seen`, UNSEEN of a config.json, and `guessed`.
-
-    Raise CheckpointError for impossible fields, without a number of heads, or with two.
-    """
-    V = {**seen, **said}.get("vocab_size")
-    end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
-    beside = {name: value for name, value in source.beside.items() if name in UNSEEN}
-    values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
-    if values.get("n_head") is None:
-        width = values.get("n_embd")
-        heads = (
-            f'{{"n_head": {width // 64}}} if they have 64 columns'
-            if is_whole(width) and width >= 64
-            else "n_head"
-        )
-        place = source.folder / "config.json"
-        raise source.error(f"does not say how many heads its model has: write {place} with {heads}.")
-    refuse_other_heads(source, values["n_head"])
-    described_by += " or config.json" * bool(beside)
-    return checked_config(values, described_by=described_by, structure=structure)
-
-
-def refuse_other_heads(source: Source, n_head: Any) -> None:
-    """Raise CheckpointError if the files' n_head is not that of a config.json: shapes fit either."""
-    if (beside := source.beside.get("n_head")) not in (None, n_head):
-        raise source.error(
-            f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one."
-        )
-
-
 class Shapes:
     def __init__(self, source: Source, tensors: Iterable[NamedTensor] | None = None):
         tensors = as_named(source) if tensors is None else tensors
@@ -386,17 +344,27 @@ class Shapes:
             )
         return self._shapes[name][axis]
 
-    def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
-        """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
+    def shown(self, places: Mapping[str, tuple[str, int]], layer: str) -> dict[str, int]:
+        """Return sizes by tensors and their axes, as far as they are there, and n_layer."""
+        sizes = {
+            field: self._shapes[name][axis]
+            for field, (name, axis) in places.items()
+            if len(self._shapes.get(name, ())) > axis
+        }
         numbers = [
             int(in_layer[1])
             for name in self._shapes
             if (in_layer := re.match(rf"{layer}(\d{{1,9}})[./]", name))
         ]
+        return sizes | ({"n_layer": 1 + max(numbers)} if numbers else {})
+
+    def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
+        """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
         return {
+            "n_layer": 0,
+            **self.shown({}, layer),
             "vocab_size": self.size(embedding, 0),
             "n_embd": self.size(embedding, 1),
             "n_positions": self.size(positions, 0),
             "n_inner": self.size(*inner),
-            "n_layer": 1 + max(numbers, default=-1),
         }

@@ -20,12 +20,12 @@ from .family import (
     Source,
     TensorRule,
     Transform,
-    config_of_parts,
     num_parts,
     shared,
     split_name,
 )
 from .megatron import ATTENTION, EXPERT, MLP
+from .settings import config_of_parts
 from .transformers import BLOOM_LAYOUT
 
 _NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}

@@ -1,5 +1,6 @@
 """GPT-2 and BLOOM as llama.cpp names them in GGUF files, with their tokenizers (llama.cpp, gguf-py's constants.py)."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 from ..config import EMBEDDING, ModelConfig, parameter_shapes
 from ..errors import CheckpointError, NoTokenizerError, shown
 from ..files import StoredTokenizer
-from .family import Family, Names, Shapes, Source, TensorRule, config_of_parts
+from .family import Family, Names, Shapes, Source, TensorRule
+from .settings import config_of_parts
 from .transformers import BLOOM_LAYOUT
 
 ARCHITECTURE = "general.architecture"
@@ -30,6 +32,12 @@ KEYS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
 
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn and a message to a tool
+# Texts of ends, as in llama.cpp, which asks for no key of them (llama-vocab.cpp, special_eog_ids).
+_END = re.compile(
+    r"<\|(eot_id|eom_id|im_end|end|return|calls?|flush|endoftext|end_of_text)\|>|<(end_of_(turn|utterance)|eos|turn\|)>|"
+    r"</s>|_?<EOT>|\[EO[TS]\]"
+)
 # kinds of a token in GGUF
 NORMAL = 1
 CONTROL = 3
@@ -45,6 +53,7 @@ def _config(source: Source) -> ModelConfig:
             f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'."
         )
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
+    said |= {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
     seen = {"vocab_size": Shapes(source).size(NAMES.of(EMBEDDING), 0)}
     config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
@@ -52,6 +61,22 @@ def _config(source: Source) -> ModelConfig:
             f"is a BLOOM with MLPs of {config.inner_size}, which must be 4 times {config.n_embd}."
         )
     return config
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[Any]:
+    """Return the ids of all ends of a text or a turn; the first is the key's."""
+    ids = [i for end in ENDS for i in _listed(metadata.get(f"tokenizer.ggml.{end}", []))]
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        ids += [
+            i for i, (token, kind) in pairs if kind in (CONTROL, USER_DEFINED) and _END.fullmatch(str(token))
+        ]
+    return list(dict.fromkeys(ids))
+
+
+def _listed(ids: Any) -> list[Any]:
+    return ids if isinstance(ids, list) else [ids]
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -76,13 +101,14 @@ def _chat_options(source: Source) -> dict[str, Any]:
         return {}
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     ids = {name: metadata.get(KEYS[f"{name}_id"]) for name in ("bos_token", "eos_token")}
+    ids["eos_token"] = next(iter(_ends(metadata)), None)
     known = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     return {"chat_template": metadata["tokenizer.chat_template"], **known}
 
 
 def _is_gguf_tokenizer(keys: Mapping[str, Any]) -> bool:
     tokens = keys["tokens"]
-    ends = [keys.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    ends = [keys.get("bos_token_id", 0), *_listed(keys.get("eos_token_id", 0))]
     lists = [(tokens, str), (keys.get("merges", []), str), (keys.get("token_type", []), int)]
     return (
         all(
@@ -110,7 +136,7 @@ def gguf_tokenizer(keys: Mapping[str, Any], path: Path) -> StoredTokenizer:
     if twice := [token for i, token, _ in used if vocab[token] != i]:
         raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
     begin = keys.get("bos_token_id") if keys.get("add_bos_token") else None
-    end = keys.get("eos_token_id")
+    end = next(iter(_listed(keys.get("eos_token_id", []))), None)
     return StoredTokenizer(
         cuts="bloom" if keys.get("pre") == "bloom" else "gpt-2",
         vocab=vocab,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
 from ..errors import listed
-from ..files import TENSOR_NAMES
+from ..files import TENSOR_NAMES, StoredTokenizer
 from .family import (
     AS_IS,
     Family,
@@ -19,7 +19,6 @@ from .family import (
     TensorRule,
     Transform,
     checked_config,
-    config_of_parts,
     renamed,
     rule_in_out,
     written_config,
@@ -53,6 +52,20 @@ IGNORED = (CAUSAL_MASK, OTHER_HEAD, f"{BESIDE}.*")
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Raise one CheckpointError for all fields that are impossible or not implemented."""
     return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
+
+
+def config_beside(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of a config.json; sizes that it leaves out are the tensors', heads the file's own.
+
+    Raise one CheckpointError for all that is wrong.
+    """
+    from .settings import checked_heads, stated_fields
+
+    stated = stated_fields(source, sizes)
+    fields = {**sizes, **stated, **source.beside}
+    if source.model_type is None or stated:  # transformers' default counts next to its model_type alone
+        fields["n_head"] = checked_heads(source, renamed(fields, ALIASES).get("n_head", fields.get("n_head")))
+    return model_config(fields, source.generation_json)
 
 
 def canonical_name(name: str) -> str:
@@ -116,11 +129,34 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return written_config("gpt2", "GPT2LMHeadModel", config, names)
 
 
+_SIZES = {"vocab_size", "n_embd", "n_positions", "n_layer"}
+
+
+def _shown_sizes(source: Source) -> dict[str, int]:
+    shapes = Shapes(source, named(source))
+    places = {
+        "vocab_size": (EMBEDDING if EMBEDDING in shapes else HEAD, 0),
+        "n_embd": (EMBEDDING if EMBEDDING in shapes else HEAD, 1),
+        "n_positions": (POSITIONS, 0),
+        "n_inner": ("h.0.mlp.c_fc.weight", 1),
+    }
+    return shapes.shown(places, r"h\.")
+
+
 def _is_gpt2s(source: Source) -> bool:
     """Decide by names if config.json has no model_type, as one of few fields may."""
-    if source.config_json is None or source.model_type is not None:
+    if source.model_type is not None:
         return source.model_type == "gpt2"
-    return any(canonical_name(name).endswith((EMBEDDING, HEAD)) for name in source.container.tensors)
+    ends = (EMBEDDING, HEAD) if source.config_json else ".attn.c_attn.weight"
+    return any(canonical_name(name).endswith(ends) for name in source.container.tensors)
+
+
+def _characters(source: Source) -> StoredTokenizer | None:
+    if not source.container.dicts:  # of no training run
+        return None
+    from .characters import character_tokenizer
+
+    return character_tokenizer(source)
 
 
 # Of GPT-2s of every family.
@@ -135,10 +171,14 @@ FAMILY = Family(
     name="GPT-2",
     described_by="config.json",
     detect=_is_gpt2s,
-    config=lambda source: model_config(source.beside, source.generation_json),
+    adds=lambda source: (
+        "" if {*source.beside, *renamed(source.beside, ALIASES)} >= _SIZES else ", with the tensors' sizes,"
+    ),
+    config=lambda source: config_beside(source, _shown_sizes(source)),
     rules=lambda source, config: _rules(config),
     named=named,
     ignored=IGNORED,
+    tokenizer=_characters,
     advice=f'If only names differ, {TENSOR_NAMES} may give them: {{"h.*.attn.c_attn": "blocks.*.attn.qkv"}}. '
     "`tinygpt info --write-names linear` may propose it.",
 )
@@ -175,6 +215,8 @@ def _openai_config(source: Source) -> ModelConfig:
     inner = "model/h0/mlp/c_fc/w", 2
     seen = Shapes(source).sizes("model/wte", "model/wpe", inner, "model/h")
     said = renamed(source.json("hparams.json") or {}, _HPARAMS)
+    from .settings import config_of_parts
+
     return config_of_parts(source, "hparams.json", seen=seen, said=said)
 
 

@@ -24,12 +24,12 @@ from .family import (
     Source,
     TensorRule,
     as_is,
-    config_of_parts,
     num_parts,
     qkv_by_heads,
     split_name,
 )
 from .gpt2 import BESIDE
+from .settings import config_of_parts
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."

@@ -17,11 +17,10 @@ from .family import (
     Shapes,
     Source,
     TensorRule,
-    config_of_parts,
-    refuse_other_heads,
 )
 from .gpt2 import model_config
 from .onnx_roles import roles_of
+from .settings import checked_heads, config_of_parts
 
 # Any prefix is a wrapper; merging two decoders into one file leaves the suffix.
 _NAME = re.compile(
@@ -85,7 +84,7 @@ def _config(source: Source) -> ModelConfig:
     said = _seen(source)
     if source.model_type == "gpt2":  # exporters copy it from the model
         config = model_config(source.beside, source.generation_json)
-        refuse_other_heads(source, said.get("n_head", config.n_head))
+        checked_heads(source, said.get("n_head", config.n_head))
         return config
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD

@@ -4,36 +4,36 @@ Sources: karpathy/nanoGPT (train.py), build-nanogpt (train_gpt2.py), minGPT, mak
 rasbt/LLMs-from-scratch (previous_chapters.py).
 """
 
-import re
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import EMBEDDING, ModelConfig
-from ..containers.torch import Stub, fields_of, read_plain_pickle
-from ..errors import CheckpointError, is_bool
-from ..files import TENSOR_NAMES, StoredTokenizer
+from ..config import EMBEDDING, HEAD, ModelConfig
+from ..containers.torch import Stub, fields_of
+from ..errors import is_bool
+from ..files import TENSOR_NAMES
+from ..tensor import have_equal_values
+from .characters import character_tokenizer
 from .described import Description, Model, with_head_bias
-from .family import Family, Source, TensorRule, config_of_parts, renamed
-from .gpt2 import BESIDE, model_config
+from .family import MODULES, Family, Source, TensorRule, renamed
+from .gpt2 import BESIDE, config_beside
+from .settings import config_of_parts, settings_of, stated_fields
+
+logger = logging.getLogger(__name__)
 
 # Settings that no shape shows in a complete file; of others, such as a vocabulary that was padded, the tensors decide.
 _UNSHOWN = ("n_head", "n_layer", "n_embd")
-_GPT_CONFIG = {
-    "block_size",
-    "vocab_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-}  # build-nanogpt's; nanoGPT's has more
+_GPT_CONFIG = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}  # build-nanogpt's
+_NANOGPTS = {"dropout", "bias"}  # more fields of nanoGPT's, in any place
+_MINGPTS = "embd_pdrop"
 # Fields of config.json that no shape shows.
 _ASKED = {
-    "activation_function": 'n_head and an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"',
+    "activation_function": 'an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"',
     "do_layer_norm_before": "do_layer_norm_before, true: a GPT-2 has layer norms before its blocks",
 }
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
-_PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {
     "gpt2": 12,
@@ -82,21 +82,58 @@ def _arguments(source: Source) -> dict[str, Any]:
 
 
 def _settings(source: Source) -> dict[str, Any]:
-    """Return nanoGPT's model_args, or build-nanogpt's GPTConfig: other dictionaries hold the flags of a run."""
+    """Return nanoGPT's model_args, or a GPTConfig: other dictionaries hold the flags of a run."""
     metadata = source.container.metadata
     config = None if "model_args" in metadata else metadata.get("config")
-    is_build_nanogpts = isinstance(config, Stub) and config.state.keys() == _GPT_CONFIG
-    return config.state if is_build_nanogpts else _arguments(source)
+    is_gpt_config = isinstance(config, Stub) and config.state.keys() >= _GPT_CONFIG
+    return config.state if is_gpt_config else _arguments(source)
 
 
-def _ask(source: Source, has_heads: bool) -> None:
-    """Raise CheckpointError if config.json does not say what no shape shows."""
+def _gpt_config(model: Model) -> dict[str, Any]:
+    """Return the settings, which may be a dictionary in any place if its sizes are the tensors'."""
+    sizes = (
+        {"n_embd": model.shape(EMBEDDING)[1], "n_layer": model.n_layer} if model.has_any(EMBEDDING) else {}
+    )
+    fitting = (fields for fields in settings_of(model.source, sizes) if fields.keys() >= _GPT_CONFIG)
+    return _settings(model.source) or next(fitting, {})
+
+
+def _is_nanogpts(model: Model) -> bool:
+    """Decide by settings; without, by matrices without biases, and no masks or no head of its own."""
+    if settings := _gpt_config(model):
+        return settings.keys() >= _NANOGPTS or "model_args" in model.source.container.metadata
+    matrices = (f"h.0.{module}.bias" for module in MODULES if "ln_" not in module)
+    return not any(map(model.has_any, matrices)) and not _has_mingpts_tensors(model)
+
+
+def _is_mingpts(model: Model) -> bool:
+    if settings := _gpt_config(model):
+        return _MINGPTS in settings
+    is_in_config_json = isinstance(model.source.beside.get("model"), Mapping)
+    return is_in_config_json or _has_mingpts_tensors(model)
+
+
+def _has_mingpts_tensors(model: Model) -> bool:
+    """Return whether there are masks, which newer nanoGPTs lack, and a head that is not the embedding."""
+    head = model.tensors.get(HEAD)
+    embedding = model.tensors.get(EMBEDDING)
+    if "h.0.attn.bias" not in model.tensors or head is None or embedding is None:
+        return False
+    is_copy = head == embedding or (head.shape == embedding.shape and have_equal_values(head, embedding))
+    return not is_copy
+
+
+def _ask(source: Source, asks: tuple[str, ...], sizes: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if no file says what no shape shows."""
+    stated = {**source.beside, **stated_fields(source, sizes)}
     asked = [
         sentence
         for name, sentence in _ASKED.items()
-        if source.model_type != "gpt2" and not source.beside.get(name)
+        if name in asks and source.model_type != "gpt2" and not stated.get(name)
     ]
-    if has_heads and not is_bool(source.beside.get(BY_WIDTH)):
+    if asked and not {**sizes, **stated}.get("n_head"):
+        asked.insert(0, "n_head")
+    if "n_head" in sizes and not is_bool(source.beside.get(BY_WIDTH)):
         asked.append(
             f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"
         )
@@ -113,14 +150,17 @@ def _is_by_width(source: Source) -> bool:
 class Program:
     """A program's GPT-2: its names of parameters, and all that its files do not say.
 
-    activation: None if a config.json has to say it. is_its: whether a file has the program's settings.
-    is_tied: whether the head is the embedding. has_all_biases_or_none: of norms and matrices.
+    activation: None if a config.json has to say it. asks: what it has to say then. is_its: whether settings or tensors
+    are the program's. is_guess: they may be another's. is_tied: whether the head is the embedding.
+    has_all_biases_or_none: of norms and matrices.
     """
 
     name: str
     description: Description
     activation: str | None
-    is_its: Callable[[Source], Any] = lambda source: True
+    is_its: Callable[[Model], Any] = lambda model: True
+    is_guess: bool = False
+    asks: tuple[str, ...] = tuple(_ASKED)
     is_tied: bool = False
     has_all_biases_or_none: bool = False
 
@@ -135,14 +175,12 @@ class Program:
             named=self.description.named,
             ignored=(*self.description.left_out, f"{BESIDE}.*"),
             quirks=self.quirks,
-            tokenizer=_tokenizer,
+            tokenizer=character_tokenizer,
             finish=with_head_bias,
         )
 
     def detect(self, source: Source) -> bool:
         """Decide by the layout: Hugging Face has the same names as nanoGPT, and (in, out)."""
-        if not self.is_its(source):
-            return False
         model = Model(self.description, source)
         names = model.names("h.0.attn.c_attn.weight")
         if not names or not model.tensors.keys() >= {*names}:
@@ -150,14 +188,15 @@ class Program:
         if len(names) > 1:  # only names tell
             return model.has_any(EMBEDDING) and model.has_any("h.0.mlp.c_fc.weight")
         shape = model.tensors[names[0]].shape
-        return len(shape) == 2 and shape[0] == 3 * shape[1]
+        return len(shape) == 2 and shape[0] == 3 * shape[1] and self.is_its(model)
 
     def config(self, source: Source) -> ModelConfig:
-        sizes = Model(self.description, source).sizes()
+        model = Model(self.description, source)
+        sizes = model.sizes()
         if self.is_tied:
             sizes["tie_word_embeddings"] = True
         if self.activation is None:
-            _ask(source, has_heads="n_head" in sizes)
+            _ask(source, self.asks, sizes)
             if source.model_type == "gpt2":
                 return _config_of_transformers(source, sizes)
         mingpts = fields_of(source.beside.get("model"))
@@ -165,7 +204,14 @@ class Program:
         guessed = {"n_head": heads, "activation_function": self.activation}
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
         said |= renamed(sizes, {"n_head": "n_head"})  # by a matrix of each
-        return config_of_parts(source, "the checkpoint", guessed, sizes, said)
+        config = config_of_parts(source, "the checkpoint", guessed, sizes, said)
+        is_said = {"activation_function", _MINGPTS} & {*source.beside, *_gpt_config(model)}
+        if self.is_guess and not is_said:
+            logger.warning(
+                f"{source.path} does not say its activation_function, which is {self.activation} as in {self.name}: "
+                'write config.json with "gelu" if it is by erf, as nanoGPT\'s is'
+            )
+        return config
 
     def rules(self, source: Source, config: ModelConfig) -> dict[str, TensorRule]:
         model = Model(self.description, source)
@@ -191,36 +237,12 @@ class Program:
 
 def _config_of_transformers(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
     """Raise CheckpointError if a matrix of each head shows another number of them."""
-    config = model_config(source.beside, source.generation_json)
+    shown = {name: size for name, size in sizes.items() if name not in ("n_head", "tie_word_embeddings")}
+    config = config_beside(source, shown)
     heads = sizes.get("n_head", config.n_head)
     if heads != config.n_head:
         raise source.error(f"has {heads} heads, and config.json {config.n_head}: correct that one.")
     return config
-
-
-def _tokenizer(source: Source) -> StoredTokenizer | None:
-    """Read meta.pkl, next to the checkpoint or in nanoGPT's folder."""
-    data_set = fields_of(source.container.metadata.get("config")).get("dataset")
-    places = [source.folder / "meta.pkl"]
-    if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
-        places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
-    path = next((path for path in places if path.is_file()), None)
-    if path is None:
-        return None
-    characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
-    if not characters:
-        raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
-    return character_tokenizer(characters, str(path))
-
-
-def character_tokenizer(ids: Mapping[str, Any], place: str) -> StoredTokenizer:
-    """Raise CheckpointError, which names `place`."""
-    if any(
-        len(character) != 1 or type(token_id) is not int or token_id < 0
-        for character, token_id in ids.items()
-    ):
-        raise CheckpointError(f"{place} must give each character a whole number from 0.")
-    return StoredTokenizer("characters", ids)
 
 
 def of_user(source: Source, names: Mapping[str, Any]) -> Family:
@@ -239,10 +261,24 @@ def of_user(source: Source, names: Mapping[str, Any]) -> Family:
 
 _LINEAR_GPT2 = Description.of(_GPT2, unlike=())
 NANOGPT = Program(
-    "nanoGPT", _LINEAR_GPT2, "gelu", is_its=_arguments, is_tied=True, has_all_biases_or_none=True
+    "nanoGPT", _LINEAR_GPT2, "gelu", is_its=_is_nanogpts, is_tied=True, has_all_biases_or_none=True
 ).family
-BUILD_NANOGPT = Program("build-nanogpt", _LINEAR_GPT2, "gelu_new", is_its=_settings, is_tied=True).family
-MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new").family
+BUILD_NANOGPT = Program(
+    "build-nanogpt",
+    _LINEAR_GPT2,
+    "gelu_new",
+    is_its=lambda model: _gpt_config(model).keys() == _GPT_CONFIG,
+    is_tied=True,
+).family
+MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new", is_its=_is_mingpts, is_guess=True).family
+UNDECIDED = Program(
+    "GPT-2 of nanoGPT's names",
+    _LINEAR_GPT2,
+    None,
+    asks=("activation_function",),
+    is_tied=True,
+    has_all_biases_or_none=True,
+).family
 LLMS_FROM_SCRATCH = Program(
     "LLMs-from-scratch", Description.of(_LLMS_FROM_SCRATCH, unlike=("attn.c_attn",)), "gelu_new"
 ).family

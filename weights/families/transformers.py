@@ -107,6 +107,11 @@ class ModelType:
         return Family(
             name=self.family_name,
             described_by="config.json",
+            adds=lambda source: (
+                ", with transformers' defaults,"
+                if self.defaults.keys() - {*source.beside, *renamed(source.beside, self.aliases)}
+                else ""
+            ),
             config=lambda source: self.model_config(source.beside, source.generation_json),
             rules=lambda source, config: self.rules(config, source.beside),
             named=partial(named_by, self._short_name),
