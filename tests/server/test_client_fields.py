@@ -1,5 +1,6 @@
 """What OpenAI's clients send without asking for anything is passed over, and what this server writes it reads."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from support.paths import ROOT
 from support.serving import served
 from tinygpt import LLM
-from tinygpt.engine.grammar_process import can_close, closed
+from tinygpt.engine.json_schema import close
 from tinygpt.errors import RequestError
 from tinygpt.server import client_fields, protocol
 from tinygpt.server.chats import ChatRequest, ResponsesRequest
@@ -154,6 +155,14 @@ def test_a_schema_of_several_tools_keeps_each_ones_definitions(llm):
         assert call["arguments"]["color"] in {"f": ["red", "blue"], "g": ["one", "two"]}[call["name"]]
 
 
+def test_references_that_are_values_are_not_moved():
+    data = {"const": {"$ref": "#/$defs/C"}}
+    moved = {**COLOR, "properties": {**COLOR["properties"], "other": data}}
+    schema = schema_of([Function(name="f"), Function(name="g", parameters=moved)])
+    properties = schema["anyOf"][1]["properties"]["arguments"]["properties"]
+    assert properties == {"color": {"$ref": "#/anyOf/1/properties/arguments/$defs/C"}, "other": data}
+
+
 def test_a_responses_format_is_a_guide(server):
     form = {"type": "json_schema", "name": "x", "schema": COLOR, "strict": True}
     asked = {"input": "Once", "max_output_tokens": 60, "text": {"format": form}}
@@ -232,7 +241,9 @@ SCHEMAS += [(schema, schema) for schema in OPEN]
 
 @pytest.mark.parametrize(("schema", "expected"), SCHEMAS)
 def test_an_object_of_a_schema_is_closed(schema, expected):
-    assert (closed(schema) if can_close(schema) else schema) == expected
+    changed = copy.deepcopy(schema)
+    close(changed)
+    assert changed == expected
 
 
 @pytest.mark.parametrize("is_open", [False, True])
