@@ -4,6 +4,7 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 """
 
 import base64
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -36,6 +37,7 @@ MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
 IGNORED = ("pad_token_id", "use_cache")  # of transformers
 ANY_OBJECT = {"type": "object"}
+NO_TEXT = re.compile("[+-]?[0-9]+|")  # of a key: an id with a sign, or of a number that no token has
 LOOK_FIELDS = ("capture", "edits", "extra_args")
 
 
@@ -230,6 +232,10 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         biases = {}
         for key, bias in (self.logit_bias or {}).items():
             token_id = token_id_of(key)
+            if token_id == key and NO_TEXT.fullmatch(key):
+                raise RequestError(
+                    f"has the key {key!r}: keys are token ids from 0 on, or texts.", "logit_bias"
+                )
             biases |= dict.fromkeys([token_id] if isinstance(token_id, int) else encode(key), bias)
         sampling = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
         sampling |= others | dict(guides.values())
