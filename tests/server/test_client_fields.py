@@ -135,6 +135,23 @@ def test_a_forced_tool_is_called(server, choice):
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 
+# What ends a forced call half way, and the finish reason that tells it.
+CUTS = [({"max_tokens": 3}, "length"), ({"stop": '"color'}, "stop"), ({"stop": "}"}, "stop")]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(("cut", "reason"), CUTS, ids=str)
+def test_a_forced_call_that_is_cut_is_no_call(server, choice, cut, reason):
+    tools = TOOLS[:1] if choice == "required" else TOOLS
+    asked = {"messages": [USER], "tools": tools, "tool_choice": choice, "seed": 1, "max_tokens": 60, **cut}
+    [made] = server.ask(CHAT, asked).choices
+    assert made["finish_reason"] == reason
+    assert "tool_calls" not in made["message"]
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        json.loads(made["message"]["content"])
+    assert server.ask(CHAT, {**asked, "stream": True}).parts[-1]["finish_reason"] == reason
+
+
 def test_a_call_among_several_is_told_as_it_grows():
     text = '{ "name" : "paint", "arguments": {"a": {"b": "}}" } } }'
     call = ToolCall(["paint", "stop"])
@@ -196,7 +213,7 @@ SHOWN_FOR = [
 
 @pytest.mark.parametrize(("choice", "prompt"), SHOWN_FOR, ids=str)
 def test_a_template_shows_the_tools(llm, choice, prompt):
-    asked = ASKED[CHAT] | {"tools": TOOLS, "tool_choice": choice, "return_token_ids": True}
+    asked = ASKED[CHAT] | {"tools": TOOLS, "tool_choice": choice, "return_token_ids": True, "max_tokens": 60}
     with served(llm, chat_template=ChatTemplate(SHOWN, {})) as server:
         reply = server.ask(CHAT, asked).json
     assert llm.tokenizer.decode(reply["prompt_token_ids"]) == prompt

@@ -204,12 +204,14 @@ class Chat(Job):
         ids, tokens = tokens_of(made)
         end = self.end_of_choice(made, ids)
         if self._calls is not None:
-            call = self._calls[made.index].add(made.text or "", made.finish_reason == "stop")
-            text = {"content": None} if is_whole else {}
-            if call:
-                text["tool_calls"] = [call if is_whole else {"index": 0, **call}]
-            if made.finish_reason == "stop":
+            growing = self._calls[made.index]
+            call = growing.add(made.text or "", made.finish_reason == "stop")
+            if made.finish_reason == "stop" and growing.is_whole:
                 end["finish_reason"] = "tool_calls"
+            if not is_whole:
+                text = {"tool_calls": [{"index": 0, **call}]} if call else {}
+            elif end["finish_reason"] == "tool_calls":
+                text = {"content": None, "tool_calls": [call]}
         if is_whole:
             text = {"role": "assistant", **text, "refusal": None}
         num_top = self.form.top_logprobs or 0

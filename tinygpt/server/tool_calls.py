@@ -104,6 +104,14 @@ class ToolCall:
         self._text = ""
         self._told: int | None = None  # characters of the text
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the text is all of the call: a stop text may have cut it."""
+        with suppress(*MALFORMED):
+            json.loads(self._text)
+            return True
+        return False
+
     def add(self, text: str, is_over: bool) -> dict[str, Any] | None:
         """Return the next part of the call, of which the first has its name; None before that is known."""
         self._text += text
