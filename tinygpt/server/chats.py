@@ -21,6 +21,7 @@ from .protocol import (
     PlainFormat,
     Positive,
     SamplingFields,
+    Shortening,
     Strict,
     Text,
     guide_of,
@@ -66,15 +67,15 @@ def text_of(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields))):
-    """max_tokens is the older name of max_completion_tokens."""
+class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields)), Shortening):
+    """max_tokens is the older name of max_completion_tokens; -1 fills the context, as null does."""
 
     messages: Annotated[list[ChatMessage], Messages]
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | Literal[-1] | None = None
+    max_completion_tokens: Positive | Literal[-1] | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
