@@ -193,7 +193,8 @@ def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
 
 def token_id_of(key: Any) -> Any:
     """Return the token id that a key of JSON or of Arrow is the text of, or the key: int() refuses 5000 digits."""
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 20 else key
+    is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 20
+    return int(key) if is_id else key
 
 
 def biases(limit: float) -> FieldRule:

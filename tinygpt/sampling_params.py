@@ -28,6 +28,7 @@ POSITIONS = "more tokens than positions"
 LOGS = "probabilities, in JSON records"
 INPUTS = "vectors in front of the prompt"  # no flags
 INSIDE = "activations"  # no flags
+TEXTS = "texts"  # no flags
 GROUPS = ("sampling", END, SCORES, GUIDED, WARPERS, BEAMS, DRAFTS, POSITIONS, LOGS)  # the order of --help
 
 # f(prompt_token_ids, new_token_ids, scores (V,) float32) -> scores (V,)
@@ -307,6 +308,9 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = option(
         False, rules.BOOLEAN, None, "keep the stop text, or stop token's", END
+    )
+    skip_special_tokens: bool = option(
+        True, rules.BOOLEAN, None, "leave special tokens out of the text", TEXTS
     )
     max_time: float | None = option(None, rules.SECONDS, "SECONDS", "end after this many seconds", END)
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = option(

@@ -95,6 +95,17 @@ def test_the_end_of_text_has_no_text_to_keep(llm):
     assert (sample.text, end_of(sample)) == ("", (1, "stop", eos))
 
 
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_special_tokens_may_stay_in_the_text(llm, is_skipped):
+    (eos,) = llm.config.eos_token_ids
+    fields = {"logit_bias": {eos: 100.0}, "max_tokens": 2, "skip_special_tokens": is_skipped}
+    name = "" if is_skipped else llm.tokenizer.decode([eos])
+    assert sample_of(llm, **fields, ignore_eos=True).text == 2 * name
+    assert sample_of(llm, **fields).text == ""
+    assert sample_of(llm, **fields, include_stop_str_in_output=True).text == name
+    assert "".join(chunk.text for chunk in llm.stream("a", **fields, ignore_eos=True)) == 2 * name
+
+
 def test_a_stop_string_that_cut_the_last_text_is_the_reason_whatever_ended_the_sample(llm):
     """Half a character becomes U+FFFD when no more comes."""
     half = next(i for i in range(256) if not llm.tokenizer.detokenizer().push(i))

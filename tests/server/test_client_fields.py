@@ -1,5 +1,6 @@
 """What OpenAI's clients send without asking for anything is passed over, and what this server writes it reads."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from support.paths import ROOT
 from support.serving import served
 from tinygpt import LLM
-from tinygpt.engine.grammar_process import can_close, closed
+from tinygpt.engine.json_schema import close
 from tinygpt.errors import RequestError
 from tinygpt.server import client_fields, protocol
 from tinygpt.server.chats import ChatRequest, ResponsesRequest
@@ -134,6 +135,23 @@ def test_a_forced_tool_is_called(server, choice):
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 
+# What ends a forced call half way, and the finish reason that tells it.
+CUTS = [({"max_tokens": 3}, "length"), ({"stop": '"color'}, "stop"), ({"stop": "}"}, "stop")]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(("cut", "reason"), CUTS, ids=str)
+def test_a_forced_call_that_is_cut_is_no_call(server, choice, cut, reason):
+    tools = TOOLS[:1] if choice == "required" else TOOLS
+    asked = {"messages": [USER], "tools": tools, "tool_choice": choice, "seed": 1, "max_tokens": 60, **cut}
+    [made] = server.ask(CHAT, asked).choices
+    assert made["finish_reason"] == reason
+    assert "tool_calls" not in made["message"]
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        json.loads(made["message"]["content"])
+    assert server.ask(CHAT, {**asked, "stream": True}).parts[-1]["finish_reason"] == reason
+
+
 def test_a_call_among_several_is_told_as_it_grows():
     text = '{ "name" : "paint", "arguments": {"a": {"b": "}}" } } }'
     call = ToolCall(["paint", "stop"])
@@ -152,6 +170,14 @@ def test_a_schema_of_several_tools_keeps_each_ones_definitions(llm):
     ]
     for call in map(json.loads, texts):
         assert call["arguments"]["color"] in {"f": ["red", "blue"], "g": ["one", "two"]}[call["name"]]
+
+
+def test_references_that_are_values_are_not_moved():
+    data = {"const": {"$ref": "#/$defs/C"}}
+    moved = {**COLOR, "properties": {**COLOR["properties"], "other": data}}
+    schema = schema_of([Function(name="f"), Function(name="g", parameters=moved)])
+    properties = schema["anyOf"][1]["properties"]["arguments"]["properties"]
+    assert properties == {"color": {"$ref": "#/anyOf/1/properties/arguments/$defs/C"}, "other": data}
 
 
 def test_a_responses_format_is_a_guide(server):
@@ -187,7 +213,7 @@ SHOWN_FOR = [
 
 @pytest.mark.parametrize(("choice", "prompt"), SHOWN_FOR, ids=str)
 def test_a_template_shows_the_tools(llm, choice, prompt):
-    asked = ASKED[CHAT] | {"tools": TOOLS, "tool_choice": choice, "return_token_ids": True}
+    asked = ASKED[CHAT] | {"tools": TOOLS, "tool_choice": choice, "return_token_ids": True, "max_tokens": 60}
     with served(llm, chat_template=ChatTemplate(SHOWN, {})) as server:
         reply = server.ask(CHAT, asked).json
     assert llm.tokenizer.decode(reply["prompt_token_ids"]) == prompt
@@ -232,7 +258,9 @@ SCHEMAS += [(schema, schema) for schema in OPEN]
 
 @pytest.mark.parametrize(("schema", "expected"), SCHEMAS)
 def test_an_object_of_a_schema_is_closed(schema, expected):
-    assert (closed(schema) if can_close(schema) else schema) == expected
+    changed = copy.deepcopy(schema)
+    close(changed)
+    assert changed == expected
 
 
 @pytest.mark.parametrize("is_open", [False, True])

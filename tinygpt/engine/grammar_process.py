@@ -1,8 +1,8 @@
 """A process for each grammar: llguidance compiles and follows it there, within limits of memory and time.
 
-llguidance limits only a part of its work, and aborts its process if memory runs out. A server process, which runs this
-file alone, imports llguidance and reads the vocabulary once; a fork for a grammar takes milliseconds. If a fork ends,
-only the requests with its grammar fail.
+llguidance limits only a part of its work, and aborts its process if memory runs out. A server process, which runs
+`main` alone, imports llguidance and reads the vocabulary once; a fork for a grammar takes milliseconds. If a fork
+ends, only the requests with its grammar fail.
 """
 
 import itertools
@@ -16,55 +16,22 @@ import sys
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
+
+from . import json_schema
 
 MAX_BYTES = 2**28  # of a process, which begins with 2**26 for 50 257 tokens; 48 KB of schema add 2**23
 # CPU time. 48 KB of schema take 0.16 s; a step within llguidance's limits takes 15 ms.
 COMPILE_SECONDS, STEP_SECONDS = 1.0, 0.5
 # Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
 MAX_PARTS = 1000
-# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
-SPACES = {"whitespace_pattern": "[ ]?"}
 # The package would force the tokens of a certain text, and leave nothing if one of them may not come.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-
-
-# A closed object is another condition inside of these: the schema stays as it is.
-COMBINING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "patternProperties")
-ELSEWHERE = {"anyOf", "oneOf", "$ref"}  # may have the properties of an object that these stand in
-
-
-def can_close(schema: Any) -> bool:
-    """Return whether each object of a schema lists all properties that it asks for."""
-    if isinstance(schema, list):
-        return all(map(can_close, schema))
-    if not isinstance(schema, dict):
-        return True
-    names = [*schema.get("properties", ())]
-    required = schema.get("required", ())
-    lists_all = not isinstance(required, list) or all(name in names for name in required)
-    is_whole = not ({"properties", "required"} & schema.keys() and ELSEWHERE & schema.keys())
-    return lists_all and is_whole and all(map(can_close, schema.values()))
-
-
-def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no keys but their properties, if it does not say otherwise."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed_schema = {}
-    for name, value in schema.items():
-        has_names = name in ("properties", "$defs", "definitions") and isinstance(value, dict)
-        if has_names:
-            closed_schema[name] = {key: closed(inner) for key, inner in value.items()}
-        else:
-            closed_schema[name] = value if name in ("const", "enum", "default", "examples") else closed(value)
-    if "properties" in closed_schema:
-        closed_schema.setdefault("additionalProperties", False)
-    return closed_schema
+ROOT = str(Path(__file__).parents[2])
+START = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import main; main()"
 
 
 class LimitError(Exception):
@@ -149,7 +116,7 @@ class GrammarServer:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-S", __file__, *sys.path]
+        command = [sys.executable, "-I", "-S", "-c", START, ROOT, *sys.path]
         nowhere = subprocess.DEVNULL
         with theirs:
             self._process = subprocess.Popen(
@@ -217,11 +184,8 @@ class Matchers:
             case "guided_regex":
                 return f"start: /{self._package.regex_to_lark(value)}/"
             case "guided_json":
-                schema = json.loads(value)
-                combines = any(f'"{word}"' in value for word in COMBINING)
-                if not has_open_schemas and not combines and can_close(schema):
-                    schema = closed(schema)
-                return f"start: %json {json.dumps({'x-guidance': SPACES, **schema})}"
+                return f"start: %json {json.dumps(json_schema.prepared(value, has_open_schemas))}"
+        json_schema.check_embedded(value)
         return self._package.grammar_from("grammar", value)  # Lark's or GBNF
 
     def compile(self) -> str:
@@ -302,10 +266,9 @@ def _serve(channel: socket.socket, matchers: Matchers) -> None:
         _send(channel, reply)
 
 
-def _main() -> None:
+def main() -> None:
     import resource
 
-    sys.path[:] = sys.argv[1:]
     control = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
     matchers = Matchers(*_receive(control))
@@ -327,7 +290,3 @@ def _main() -> None:
         if not os.read(taken, 1):
             return
         os.close(taken)
-
-
-if __name__ == "__main__":
-    _main()

@@ -372,7 +372,7 @@ class InputProcessor:
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:
             return None
-        detokenizer = self._tokenizer.detokenizer()
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
         return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 

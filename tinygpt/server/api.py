@@ -35,6 +35,7 @@ from .turns import Turns, in_slices, json_reply, read_apart, while_connected
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
+FILLING = -1  # llama.cpp's number of tokens that fill the context, and vLLM's of a prompt
 MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
@@ -120,7 +121,9 @@ class Api:
             message = "suffix chooses no candidates, as GPT-2 cannot write towards an end: leave out suffix or best_of."
             raise ApiError(400, message, "suffix")
         prompts = await self.read_prompts(form.prompt, form, request)
-        max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
+        prompts = self._shortened(form, prompts, form.max_tokens)
+        most = DEFAULT_MAX_TOKENS if form.max_tokens is None else self.llm.max_model_len
+        max_tokens = self._max_tokens(form, prompts, form.max_tokens, most)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
         most = max((count for count in counts if count is not None), default=None)
         fields = {"max_tokens": max_tokens, "logprobs": form.logprobs, "prompt_logprobs": most}
@@ -133,7 +136,7 @@ class Api:
     @route("/v1/chat/completions", "POST")
     async def chat(self, form: ChatRequest, request: Request) -> Response:
         """Answer messages."""
-        if form.top_logprobs is not None and not form.logprobs:
+        if form.top_logprobs and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
@@ -164,10 +167,10 @@ class Api:
             how = "start the server with --chat-template plain, or a file, or use /v1/completions"
             raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
         options = form.template_options(self.shows_tools) if kind is Chat else None
-        adds_prompt = getattr(form, "add_generation_prompt", True)
+        adds_prompt = getattr(form, "add_generation_prompt", None) is not False
         read = partial(chat_ids, self.chat_template, self.llm.tokenizer, form.listed_messages())
         ids = await asyncio.to_thread(read, options, adds_prompt)
-        prompts = await self.read_prompts([ids], form, request)
+        prompts = self._shortened(form, await self.read_prompts([ids], form, request), max_tokens)
         max_tokens = self._max_tokens(form, prompts, max_tokens, self.llm.max_model_len)
         return await self._answer(
             await self._job(kind, prompts, form, request, max_tokens=max_tokens, **fields), request
@@ -326,12 +329,23 @@ class Api:
         await request.state.reading.aclose()
         return params
 
+    def _shortened(self, form: Any, prompts: list[Prompt], max_tokens: int | None) -> list[Prompt]:
+        """Return the last tokens of each prompt, or the first, if the form bounds their number."""
+        count = getattr(form, "truncate_prompt_tokens", None)
+        if count is None:
+            return prompts
+        if count == FILLING:
+            virtual = self.llm.num_virtual_tokens(form.soft_prompt)
+            count = max(self.llm.max_model_len - virtual - max(max_tokens or 1, 1), 1)
+        kept = slice(count) if form.truncation_side == "right" else slice(-count, None)
+        return [p if len(p.token_ids) <= count else Prompt(None, p.token_ids[kept]) for p in prompts]
+
     def _max_tokens(self, form: Any, prompts: list[Prompt], max_tokens: int | None, most: int) -> int:
         """Return `max_tokens`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
         limit = self.llm.max_model_len
         num_virtual = self.llm.num_virtual_tokens(form.soft_prompt)
         read = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
-        if max_tokens is None:
+        if max_tokens in (None, FILLING):
             max_tokens = max(min(limit - read, most), 1)
         total = read + max_tokens
         if total > limit and form.overflow in (None, "refuse"):

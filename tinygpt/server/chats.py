@@ -21,6 +21,7 @@ from .protocol import (
     PlainFormat,
     Positive,
     SamplingFields,
+    Shortening,
     Strict,
     Text,
     guide_of,
@@ -66,15 +67,15 @@ def text_of(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields))):
-    """max_tokens is the older name of max_completion_tokens."""
+class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields)), Shortening):
+    """max_tokens is the older name of max_completion_tokens; -1 fills the context, as null does."""
 
     messages: Annotated[list[ChatMessage], Messages]
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | Literal[-1] | None = None
+    max_completion_tokens: Positive | Literal[-1] | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -204,12 +205,14 @@ class Chat(Job):
         ids, tokens = tokens_of(made)
         end = self.end_of_choice(made, ids)
         if self._calls is not None:
-            call = self._calls[made.index].add(made.text or "", made.finish_reason == "stop")
-            text = {"content": None} if is_whole else {}
-            if call:
-                text["tool_calls"] = [call if is_whole else {"index": 0, **call}]
-            if made.finish_reason == "stop":
+            growing = self._calls[made.index]
+            call = growing.add(made.text or "", made.finish_reason == "stop")
+            if made.finish_reason == "stop" and growing.is_whole:
                 end["finish_reason"] = "tool_calls"
+            if not is_whole:
+                text = {"tool_calls": [{"index": 0, **call}]} if call else {}
+            elif end["finish_reason"] == "tool_calls":
+                text = {"content": None, "tool_calls": [call]}
         if is_whole:
             text = {"role": "assistant", **text, "refusal": None}
         num_top = self.form.top_logprobs or 0

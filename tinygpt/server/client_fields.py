@@ -1,8 +1,11 @@
-"""OpenAI's fields on which nothing here depends, and fields that may ask for a thing that is not there.
+"""Clients' fields on which nothing here depends, and fields that may ask for a thing that is not there.
 
-Models of requests derive from these tables, which the README repeats; fields that do something are in `protocol`.
+FOREIGN has OpenAI's fields, from which models of requests derive, and which the README repeats; PEERS has those of
+vLLM, llama.cpp, text-generation-webui and SGLang. Fields that do something are in `protocol`.
 """
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -93,3 +96,61 @@ FOREIGN = {
 
 def with_foreign(kind: str, base: type[BaseModel]) -> Any:
     return create_model(base.__name__, __base__=base, **FOREIGN[kind].fields())
+
+
+ORDERS = (
+    ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+)
+# Values that ask for what happens anyway, other than null, and the fields that they are such values of. (): any value.
+PEERS = [
+    (
+        (),
+        """request_id session_id rid extra_key id_slot cache_prompt n_cache_reuse mirostat_tau mirostat_eta
+dynatemp_low dynatemp_high dynatemp_exponent smoothing_curve adaptive_decay sse_ping_interval include_reasoning
+separate_reasoning stream_reasoning enable_thinking reasoning_effort reasoning_format reasoning num_ctx keep_alive think
+spaces_between_special_tokens return_mm_kwargs chat_instruct_command speculative.n_max speculative.p_min""",
+    ),
+    (
+        EMPTY,
+        """priority watermarking logits_processors guided_decoding_backend guided_whitespace_pattern
+continue_final_message documents return_prompt_text return_token_offsets routed_experts_prompt_start kv_transfer_params
+ec_transfer_params vllm_xargs mm_processor_kwargs media_io_kwargs grammar dynatemp_range n_indent n_keep n_discard
+n_probs min_keep mirostat t_max_prompt_ms t_max_predict_ms return_tokens return_progress timings_per_token verbose
+post_sampling_probs backend_sampling response_fields lora image_data multimodal_data grammar_lazy grammar_type
+grammar_triggers preserved_tokens chat_format chat_parser generation_prompt parse_tool_calls thinking_forced_open
+reasoning_control reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags speculative.n_min
+speculative.type reasoning_budget_message smoothing_factor top_a penalty_alpha mirostat_mode max_tokens_second
+dynamic_temperature temperature_last auto_max_new_tokens ban_eos_token static_cache truncation_length custom_token_bans
+negative_prompt grammar_string sampler_priority impersonate continue_ custom_stopping_strings echo return_hidden_states
+return_routed_experts routed_experts_start_len return_cached_tokens_details return_prompt_token_ids return_meta_info
+no_stop_trim use_audio_in_video add_special_tokens""",
+    ),
+    ((True, None), "add_bos_token"),
+    ((1,), "stream_interval n_cmpl tfs tfs_z guidance_scale encoder_repetition_penalty"),
+    ((-1, 0), "thinking_token_budget adaptive_target"),
+    ((-1,), "reasoning_budget_tokens reasoning_budget repeat_last_n repetition_penalty_range"),
+    (("instruct",), "mode"),
+    (ORDERS, "samplers"),
+]
+USUAL = {name: values for values, names in PEERS for name in names.split()}
+LAST_N = ("repeat_last_n", "repetition_penalty_range")  # of tokens that penalties look at: all do here
+PENALTIES = {"repetition_penalty": 1, "repeat_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+
+
+def hint_of(name: str) -> str | None:
+    """Return what a peer's field may be, if another value of it is refused."""
+    values = USUAL.get(name)
+    return values and f"this server has no such option, and takes {json.dumps(values[0])} alone"
+
+
+def without_idle(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return a request without fields that ask for nothing. known: those that its form has."""
+    has_penalty = any(body.get(name, off) not in (None, off) for name, off in PENALTIES.items())
+
+    def is_idle(name: str, value: Any) -> bool:
+        values = USUAL.get(name)
+        is_any = values == () or (name in LAST_N and not has_penalty)
+        return value is None or is_any or (values is not None and value in values)
+
+    return {name: value for name, value in body.items() if name in known or not is_idle(name, value)}

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..aliases import OURS
 from ..errors import suggest
 from .api import Api
-from .client_fields import DROPPING
+from .client_fields import DROPPING, hint_of
 from .protocol import Strict
 from .refusals import ApiError, respond
 from .turns import HUGE, while_connected
@@ -331,6 +331,8 @@ def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiErr
     if known and (ours := OURS.get(param, param)) in form.model_fields:
         ours = form.model_fields[ours].alias or ours
         return ApiError(400, f"{name} and {ours} name one thing: give one of them.", param)
+    if known and (hint := hint_of(param)):
+        return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {hint}.", param)
     return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)
 
 

@@ -4,6 +4,7 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 """
 
 import base64
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -23,7 +24,7 @@ from ..fields import MAX_COUNT, token_id_of
 from ..look.edits import Edit
 from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from ..wire import UNSENDABLE
-from .client_fields import with_foreign
+from .client_fields import USUAL, with_foreign, without_idle
 from .refusals import ApiError
 
 # Of one request.
@@ -36,6 +37,7 @@ MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
 IGNORED = ("pad_token_id", "use_cache")  # of transformers
 ANY_OBJECT = {"type": "object"}
+NO_TEXT = re.compile("[+-]?[0-9]+|")  # of a key: an id with a sign, or of a number that no token has
 LOOK_FIELDS = ("capture", "edits", "extra_args")
 
 
@@ -49,7 +51,9 @@ def whole_numbers(value: Any) -> Any:
 
 
 def _to_the_first_error(biases: Any) -> Any:
-    """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts."""
+    """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts. [] is llama.cpp's none."""
+    if biases == []:
+        return {}
     for key, bias in biases.items() if isinstance(biases, dict) else ():
         if len(key) > 1000 or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
             return {key: bias}
@@ -96,12 +100,20 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, body: Any) -> Any:
-        """Drop all unknown fields but one: 300 000 would take seconds."""
-        if not isinstance(body, dict) or len(body) <= MAX_FIELDS:
+        """Drop unknown fields that are null, and all others but one: 300 000 would take seconds."""
+        if not isinstance(body, dict) or (len(body) <= MAX_FIELDS and None not in body.values()):
             return body
-        known = {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED}
-        unknown = next(name for name in body if name not in known)
+        known = cls.known_names()
+        body = {name: value for name, value in body.items() if value is not None or name in known}
+        unknown = next((name for name in body if name not in known), None)
+        if len(body) <= MAX_FIELDS or unknown is None:
+            return body
         return {name: body[name] for name in (*known, unknown) if name in body}
+
+    @classmethod
+    @cache
+    def known_names(cls) -> set[str]:
+        return {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED, *USUAL}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, Any]:
@@ -126,6 +138,8 @@ class Form(Strict):
     @classmethod
     def _one_unknown_field(cls, body: Any) -> Any:
         body = super()._one_unknown_field(body)
+        if isinstance(body, dict):
+            body = without_idle(body, {*cls.fields_by_name(), *cls.model_fields})
         if not isinstance(body, dict) or body.keys() <= cls.fields_by_name().keys():
             return body
         names = {name for name, field in cls.model_fields.items() if field.alias not in body}
@@ -230,6 +244,10 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         biases = {}
         for key, bias in (self.logit_bias or {}).items():
             token_id = token_id_of(key)
+            if token_id == key and NO_TEXT.fullmatch(key):
+                raise RequestError(
+                    f"has the key {key!r}: keys are token ids from 0 on, or texts.", "logit_bias"
+                )
             biases |= dict.fromkeys([token_id] if isinstance(token_id, int) else encode(key), bias)
         sampling = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
         sampling |= others | dict(guides.values())
@@ -355,13 +373,20 @@ def _array(form: Any) -> np.ndarray:
     return array
 
 
-class CompletionRequest(with_foreign("any request", LookFields)):
-    """null or an empty prompt starts at the BOS token."""
+class Shortening(Strict):
+    """vLLM's. -1: as many tokens as the model's length leaves."""
+
+    truncate_prompt_tokens: Positive | Literal[-1] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class CompletionRequest(with_foreign("any request", LookFields), Shortening):
+    """null or an empty prompt starts at the BOS token. A max_tokens of -1 fills the context."""
 
     prompt: Prompts | None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
-    max_tokens: Count | None = None
+    max_tokens: Count | Literal[-1] | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -1,5 +1,6 @@
 """Calls of tools that a chat's tool_choice forces: guided texts, which replies tell as calls."""
 
+import copy
 import json
 import re
 import secrets
@@ -8,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo
 
+from ..engine.json_schema import subschemas
 from ..wire import MALFORMED
 from .client_fields import DROPPING
 from .protocol import Strict, Text
@@ -80,11 +82,13 @@ def schema_of(tools: list[Function]) -> dict[str, Any]:
 
 def _named_call(i: int, tool: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     """i: the place of the tool, to which references of its schema are moved."""
-    place = f'"$ref": "#/anyOf/{i}/properties/arguments'
-    written = re.sub(r'"\$ref": "#(?=["/])', place, json.dumps(arguments))
+    arguments = copy.deepcopy(arguments)
+    for node in [*subschemas(arguments)]:
+        if str(node.get("$ref")).startswith("#"):
+            node["$ref"] = f"#/anyOf/{i}/properties/arguments{node['$ref'][1:]}"
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": json.loads(written)},
+        "properties": {"name": {"const": tool.name}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
@@ -99,6 +103,14 @@ class ToolCall:
         self._is_wrapped = len(names) > 1
         self._text = ""
         self._told: int | None = None  # characters of the text
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the text is all of the call: a stop text may have cut it."""
+        with suppress(*MALFORMED):
+            json.loads(self._text)
+            return True
+        return False
 
     def add(self, text: str, is_over: bool) -> dict[str, Any] | None:
         """Return the next part of the call, of which the first has its name; None before that is known."""

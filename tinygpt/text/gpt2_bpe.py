@@ -189,8 +189,8 @@ class ByteTokens:
         token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
         return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer(self._visible_bytes)
+    def detokenizer(self, skip_special_tokens: bool) -> ByteDetokenizer:
+        return ByteDetokenizer(self._visible_bytes if skip_special_tokens else self.token_bytes)
 
     def ids_from(self, first: int) -> list[int]:
         return sorted(token_id for token_id in self._bytes if token_id >= first)

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -98,13 +99,15 @@ class LibraryTokenizer:
             )
         return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
 
-    def detokenizer(self) -> ByteDetokenizer | PrefixDetokenizer:
+    def detokenizer(self, skip_special_tokens: bool) -> ByteDetokenizer | PrefixDetokenizer:
+        skipped = self.special_ids if skip_special_tokens else ()
         if self._is_byte_level:
-            return ByteDetokenizer(lambda i: b"" if i in self.special_ids else self.token_bytes(i))
-        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
+            return ByteDetokenizer(lambda i: b"" if i in skipped else self.token_bytes(i))
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return PrefixDetokenizer(decode, lambda i: i not in skipped and self._is_plain(i))
 
     def _is_plain(self, token_id: int) -> bool:
-        if token_id >= self.vocab_size or token_id in self.special_ids:
+        if token_id >= self.vocab_size:
             return False
         return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
 
@@ -243,9 +246,9 @@ class Tokenizer(TextEncoder):
             left = left[len(piece) :]
         return pieces
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a new stream: `push` ids, then `finish`."""
-        return self._model.detokenizer()
+        return self._model.detokenizer(skip_special_tokens)
 
 
 def _load(spec: dict[str, Any]) -> TokenizerModel:
