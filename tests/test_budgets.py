@@ -17,27 +17,27 @@ OBJECTS = ROOT / "kernels" / "cpu" / "objects"
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 # Code tokens of a room's folders; of tinygpt and kernels, "/*" is each module in no room of its own.
 ROOMS = {
-    "tinygpt/engine": 31_300,
-    "tinygpt/server": 24_300,
+    "tinygpt/engine": 32_500,
+    "tinygpt/server": 25_200,
     "tinygpt/cli": 20_200,
     "tinygpt/look": 11_400,
     "tinygpt/text": 12_500,
     "tinygpt/bench tinygpt/evaluation": 21_300,
     "tinygpt/*": 28_800,
-    "weights": 52_500,
+    "weights": 54_900,
     "kernels/cpu": 57_500,
-    "kernels/cuda": 44_800,
+    "kernels/cuda": 44_500,
     "kernels/*": 10_800,
     "scripts": 28_600,
-    "tests": 358_900,
+    "tests": 365_700,
 }
 BUDGETS = {
     "tokens for 100 lines": 980,
-    "modules": 224,
+    "modules": 228,
     "modules under 60 lines": 1,
     "tokens for 100 lines of tests": 1_100,
     "lines of READMEs": 1_390,
-    "words of prose for 100 lines of code": 142,
+    "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
     "kB of object code": 1_120,
 }

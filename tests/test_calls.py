@@ -102,7 +102,7 @@ NAMES |= {
     "INF": float("inf"),
 }
 # A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
-NO_FLAGS = {"logits_processors", "prompt_embeds", "soft_prompt", "capture", "edits"}
+NO_FLAGS = {"logits_processors", "prompt_embeds", "soft_prompt", "capture", "edits", "skip_special_tokens"}
 
 
 def calls() -> Iterator[tuple[str, str]]:

@@ -63,6 +63,7 @@ class SamplingKeywords(TypedDict, total=False):
     max_matching_ngram_size: int
     eos_token_id: int | Iterable[int] | None
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
     max_time: float | None
     repetition_detection: RepetitionDetection | Mapping[str, int] | None
     prompt_logprobs: int | None

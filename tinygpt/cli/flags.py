@@ -208,7 +208,8 @@ DEFAULTS = {
 FLAGS = {  # the fields of SamplingParams that have a flag
     name: field
     for name, field in SAMPLING_FIELDS.items()
-    if field.metadata["metavar"] or field.metadata["rule"].parse is None
+    if field.metadata["group"] in GROUPS
+    and (field.metadata["metavar"] or field.metadata["rule"].parse is None)
 }
 
 

@@ -316,16 +316,16 @@ class Captures(Part):
                 chunk.sequence.error = failed[i]
                 continue
             if captures._wants(LOGITS):
-                captures._keep(LOGITS, logits[step.rows_of(i, chunk.count)])
+                captures._keep(LOGITS, logits[step.rows_of(i, chunk.count)].copy())
             if captures._wants(LAST_HIDDEN_STATE):
                 stream = captures.rows["resid_post", captures.points.last_layer][-1]  # (n, C)
-                captures._keep(LAST_HIDDEN_STATE, step.runner.final_norm(stream))
+                captures._keep(LAST_HIDDEN_STATE, np.float32(step.runner.final_norm(stream)))
 
     def _wants(self, kind: str) -> bool:
         return self.points is not None and (kind, self.points.last_layer) in self.sources
 
     def _keep(self, kind: str, rows: np.ndarray) -> None:
-        self.rows.setdefault((kind, self.points.last_layer), []).append(rows.astype(np.float32))  # a copy
+        self.rows.setdefault((kind, self.points.last_layer), []).append(rows)
 
     def num_bytes(self, length: int) -> int:
         return sum(self.points.num_bytes(name, length) for name in self.names)
