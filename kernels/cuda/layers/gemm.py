@@ -70,28 +70,28 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
         sums = cuda.local.array(sums_size, float32)
         totals = cuda.local.array(totals_size, float32)
         before = cuda.local.array(ROWS_AT_ONCE, float32)
-        first = int32(cuda.blockIdx.y) * int32(tile_tokens)
+        first = cuda.blockIdx.y * tile_tokens
         count = sizes[row_kind]
-        first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
+        first_feature = cuda.blockIdx.x * tile_features
         if first >= count:
             return
         stages = shared_address(shared)
         num_steps = weights.num_steps
-        first_panel = int32(cuda.blockIdx.x) * int32(tile_panels)
+        first_panel = cuda.blockIdx.x * tile_panels
         panels = weights.panels, first_weight(weights, layer, first_panel), num_steps
         num_panels = min(int32(tile_panels), int32(weights.num_panels - first_panel))
-        rows = inputs, int32(first * num_steps) * int32(STEP), num_steps
-        first_segment = int32(cuda.blockIdx.z) * int32(part_segments)
+        rows = inputs, int32(first * num_steps) * STEP, num_steps
+        first_segment = cuda.blockIdx.z * part_segments
         step = segment_start(first_segment, num_steps)
-        stop = segment_start(first_segment + int32(part_segments), num_steps)
-        for i in range(int32(0), int32(ahead_steps)):
+        stop = segment_start(first_segment + part_segments, num_steps)
+        for i in range(ahead_steps):
             ahead = int32(step + i)
-            copy_weights(stage_of(stages, ahead) + uint32(input_bytes), *panels, num_panels, ahead, stop)
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
+            copy_weights(stage_of(stages, ahead) + input_bytes, *panels, num_panels, ahead, stop)
+        lane = cuda.threadIdx.x % WARP
         if IS_ONE:
             place = locate_own(target, weights, layer, first_feature, lane)
         wait_for_kernel_before()
-        for i in range(int32(0), int32(ahead_steps)):
+        for i in range(ahead_steps):
             ahead = int32(step + i)
             copy_inputs(stage_of(stages, ahead), *rows, int32(count - first), ahead, stop)
             commit_copies()
@@ -100,17 +100,17 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str, parts: int = 1):
         clear(totals)
         # Not 0 by what the compiler knows.
         zero = uint32(uint32(num_steps) >> uint32(31))
-        for segment in range(first_segment, first_segment + int32(part_segments)):
+        for segment in range(first_segment, first_segment + part_segments):
             if IS_SHARED and first_segment > 0:
                 clear(totals)
             for i in range(sums_size):
                 sums[i] = float32(0)
-            while step < segment_start(segment + int32(1), num_steps):
+            while step < segment_start(segment + 1, num_steps):
                 wait_for_copies(pending)
                 cuda.syncthreads()  # and no thread reads the step before
                 ahead = int32(step + ahead_steps)
                 copy_inputs(stage_of(stages, ahead), *rows, int32(count - first), ahead, stop)
-                copy_weights(stage_of(stages, ahead) + uint32(input_bytes), *panels, num_panels, ahead, stop)
+                copy_weights(stage_of(stages, ahead) + input_bytes, *panels, num_panels, ahead, stop)
                 commit_copies()
                 multiply(sums, stage_of(stages, step), zero)
                 step = int32(step + 1)
@@ -179,15 +179,15 @@ def _copy_function(rows: int, row_size: int, item_bytes: int, threads: int, exch
     def copy(to, source, first, num_steps, count, step, stop):
         if step >= stop:
             return
-        thread = int32(cuda.threadIdx.x)
-        row = thread // int32(row_copies)
-        chunk = thread % int32(row_copies)
+        thread = cuda.threadIdx.x
+        row = thread // row_copies
+        chunk = thread % row_copies
         to += uint32((row * row_copies + (chunk ^ row % 2 * exchange)) * LOAD_BYTES)
         start = first + int32((row * num_steps + step) * row_size + chunk * copy_size)
         for i in range(rounds):
-            if row + int32(i * rows_at_once) < count:
+            if row + i * rows_at_once < count:
                 further = int32(i * rows_at_once * row_size) * num_steps
-                copy_async(to + uint32(i * (threads * LOAD_BYTES)), source, start + further)
+                copy_async(to + i * (threads * LOAD_BYTES), source, start + further)
 
     return device_function(copy)
 

@@ -66,14 +66,14 @@ def _mma_functions(dtype: str, tile: Tile):
     def place():
         """Return the first token and the first panel of a lane, and q."""
         (lane, warp) = lane_and_warp()
-        token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + lane // int32(4)
-        return token, warp % int32(feature_warps) * int32(panels), lane % int32(4)
+        token = warp // feature_warps * (token_tiles * ROW_TILE) + lane // 4
+        return token, warp % feature_warps * panels, lane % 4
 
     def multiply(sums, stage, zero):
         token, panel, q = place()
-        chunk = q ^ (token % int32(2) * int32(EXCHANGE))
+        chunk = q ^ (token % 2 * EXCHANGE)
         row = stage + uint32(token * row_bytes)
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        lane = cuda.threadIdx.x % WARP
         weights_at = stage + uint32(input_bytes + panel * panel_bytes + lane * LOAD_BYTES)
         packed = cuda.local.array(words_size, uint32)
         words = cuda.local.array(words_size, uint32)
@@ -88,14 +88,14 @@ def _mma_functions(dtype: str, tile: Tile):
 
     def write_sums(shared, totals):
         token, panel, q = place()
-        start = token * int32(row_size) + panel * int32(OUT_TILE) + q * int32(2)
+        start = token * row_size + panel * OUT_TILE + q * 2
         for t in range(token_tiles):
             for p in range(panels):
                 i = (t * panels + p) * 4
                 at = start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
                 shared[at] = totals[i]
                 shared[at + 1] = totals[i + 1]
-                at += int32(8 * row_size)
+                at += 8 * row_size
                 shared[at] = totals[i + 2]
                 shared[at + 1] = totals[i + 3]
 
@@ -170,9 +170,9 @@ def _fma_functions(dtype: str, tile: Tile):
     def place():
         """Return the first token and the first feature of a lane, and q."""
         (lane, warp) = lane_and_warp()
-        token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(2) % int32(2)
+        token = warp // feature_warps * (2 * rows) + lane // int32(2) % int32(2)
         feature = lane // int32(16) * int32(2) + lane % int32(2)
-        return token, warp % int32(feature_warps) * int32(4 * columns) + feature, lane // int32(4) % int32(4)
+        return token, warp % feature_warps * (4 * columns) + feature, lane // int32(4) % int32(4)
 
     def multiply(sums, stage, zero):
         words = cuda.local.array(words_size, float32)
