@@ -60,6 +60,8 @@ def config_beside(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
 
     Raise one CheckpointError for all that is wrong.
     """
+    if source.model_type is not None and source.container.metadata.keys() <= {"format"}:
+        return model_config({**sizes, **source.beside}, source.generation_json)  # without an import
     from .settings import checked_heads, stated_fields
 
     stated = stated_fields(source, sizes)
