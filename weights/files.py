@@ -1,5 +1,6 @@
 """Files of a checkpoint: their names, regular files, JSON, YAML, CRC-32 and atomic writes."""
 
+import codecs
 import errno
 import io
 import json
@@ -109,8 +110,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_regular_text(path: Path) -> str:
-    """Return the text without a byte order mark. Raise OSError or UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8-sig").read()
+    """Return UTF-8, or UTF-16 with a byte order mark, without the mark. Raise OSError or UnicodeDecodeError."""
+    content = read_regular(path)
+    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    return io.TextIOWrapper(io.BytesIO(content), encoding=encoding).read()
 
 
 def read_json(text: str | bytes) -> Any:

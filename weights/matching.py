@@ -1,5 +1,6 @@
 """From the tensors in files to the parameters of a model: the families, and the match with a family's rules."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -8,12 +9,14 @@ from pathlib import Path
 from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, HEAD_BIAS, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
-from .errors import CheckpointError, listed, of_any_layer
+from .errors import CheckpointError, listed, of_any_layer, shown
 from .families.family import Family, NamedTensor, Source, TensorRule, matches, num_parts
 from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor, have_equal_values
 
+# Words in names of tables of angles.
+_ROTARY = re.compile(r"(?i)(?:^|[._])(?:rope|rotary\w*|inv_freq|freqs_cis|(?:cos|sin)_cached?)(?:[._]|$)")
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 Shapes = Mapping[str, tuple[int, ...]]
 Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of problem
@@ -52,6 +55,7 @@ OTHERS: tuple[tuple[Callable[[Source], bool], tuple[str, ...]], ...] = (
 def family_of(source: Source) -> Family:
     """Raise CheckpointError if the source has no family's names and layout."""
     format = source.container.format
+    check_positions(source)
     if source.description:
         from .families.programs import of_user
 
@@ -71,6 +75,13 @@ def family_of(source: Source) -> Family:
         f"holds {format} of no model that is implemented, and no config.json beside it has a model_type. If it is a "
         f"GPT-2 by other names, give them in {TENSOR_NAMES}, which `tinygpt info --write-names linear` may propose."
     )
+
+
+def check_positions(source: Source) -> None:
+    """Raise CheckpointError for a table of rotary positions."""
+    rotary = next(filter(_ROTARY.search, source.container.tensors), None)
+    if rotary is not None:
+        raise source.error(f"has rotary positions, as {shown(rotary)} shows, which are not implemented.")
 
 
 def _candidates(source: Source) -> Iterator[str]:

@@ -2,8 +2,11 @@
 
 import struct
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from support.foreign import nanogpt_state
 from support.tables import rows
 from support.tiny_checkpoint import (
     assert_holds,
@@ -11,9 +14,13 @@ from support.tiny_checkpoint import (
     random_tensors,
     write_checkpoint,
     write_config,
+    write_json,
     write_with_demo_tokenizer,
 )
+from support.torch_files import own_bytes
+from tinygpt.cli import main as cli
 from tinygpt.engine.model_runner import load_tokenizer
+from tinygpt.text.files import read_tokenizer
 from tinygpt.weights.open import open_checkpoint
 
 FOREIGN = rows(r"""
@@ -68,3 +75,70 @@ def test_a_snapshot_that_no_branch_names_is_told(tmp_path, monkeypatch):
     assert_refused("x/y", f"it has x/y@{commit}, of which you may name one; HF_HUB_OFFLINE forbids downloads")
     assert_refused("x/z", "check the spelling")
     assert open_checkpoint(f"x/y@{commit}").path.name == commit
+
+
+@pytest.mark.parametrize(
+    "names", ["optimizer.pt scheduler.pt rng_state.pth", "optimizer.bin training_args.bin rng_state_0.pth"]
+)
+def test_a_training_runs_state_is_no_weights(tmp_path, names):
+    for name in names.split():
+        (tmp_path / name).write_bytes(own_bytes({"state": {}}))
+    (tmp_path / "model.pt").write_bytes(own_bytes(nanogpt_state(random_tensors(prefix=""))))
+    assert open_checkpoint(tmp_path).family == "nanoGPT"
+    (tmp_path / "other.pt").write_bytes(b"")
+    assert_refused(tmp_path, "several files that may be weights: model.pt, other.pt")
+
+
+def test_a_config_json_in_utf_16_is_read(tmp_path):
+    folder = write_with_demo_tokenizer(tmp_path)
+    for name in ("config.json", "vocab.json"):
+        text = (folder / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-16")
+    assert load_tokenizer(open_checkpoint(folder)).encode("Once")
+
+
+def test_a_tokenizer_json_by_aitextgens_name(tmp_path):
+    folder = write_with_demo_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(open_checkpoint(folder))
+    spec = read_tokenizer(folder)
+    spec["model"]["merges"] = [list(pair) for pair in spec["model"]["merges"]]
+    (folder / "vocab.json").unlink()
+    write_json(folder / "aitextgen.tokenizer.json", spec)
+    assert load_tokenizer(open_checkpoint(folder)).encode("Once upon") == tokenizer.encode("Once upon")
+
+
+ROTARY = [
+    "rope.cos_cached",
+    "layers.0.attn.rotary_emb.inv_freq",
+    "model.freqs_cis",
+    "blocks.1.rope_cache.cos_cache",
+]
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_positions_are_named(tmp_path, name, capsys):
+    arrays = {"tok.weight": np.ones((3, 4), "f4"), name: np.ones((6, 2), "f4")}
+    save_file(arrays, tmp_path / "model.safetensors")
+    sentence = f"has rotary positions, as '{name}' shows, which are not implemented"
+    assert_refused(tmp_path, sentence)
+    assert cli.main(["info", str(tmp_path), "--write-names", "linear"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_archive_of_numpy_is_read(tmp_path, order):
+    """By GPT-2's names, with numbers in it; np.savez writes arrays, as they lie."""
+    arrays = {name: np.asarray(array, order=order) for name, array in random_tensors().items()}
+    np.savez(tmp_path / "model.npz", n_head=2, n_layer=2, **arrays)
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.container, checkpoint.config.n_head) == ("NumPy archive", 2)
+    assert_holds(checkpoint, random_tensors(prefix=""))
+
+
+def test_archives_of_numpy_that_cannot_be_read(tmp_path):
+    np.savez_compressed(tmp_path / "model.npz", **random_tensors())
+    assert_refused(tmp_path, "an archive of NumPy with compressed arrays, .*: save it by np.savez, not")
+    others = {"a": np.array([{}], object), "b": np.ones(3, ">f4"), "c": np.ones(3, "c8")}
+    np.savez(tmp_path / "model.npz", **random_tensors(), **others)
+    write_config(tmp_path)
+    assert_refused(tmp_path, r"damaged NumPy archive|unexpected: a, b, c")

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -322,6 +325,15 @@ def test_patterns_of_hostile_names_take_no_time(tmp_path, pattern):
     assert_refused(write_named(tmp_path, arrays, OF_TORCH | {pattern: None}), "unexpected: ")
 
 
+def test_many_patterns_of_many_parts_are_refused_before_they_are_compared(tmp_path):
+    arrays = {f"layers.{i}.x": np.ones(1, "f4") for i in range(2000)}
+    patterns = {f"{i}.{'*.' * 40}x": None for i in range(99)}
+    assert_refused(
+        write_named(tmp_path, arrays, OF_TORCH | patterns), "of patterns of 41[0-9]* parts for 2000 names"
+    )
+    assert_refused(write_named(tmp_path, arrays, patterns), "of patterns of 41[0-9]* parts for 2000 names")
+
+
 def test_names_of_many_heads_are_bounded_before_they_are_made(tmp_path):
     arrays = {f"layers.0.k.{head}.weight": np.ones((1, 1), "f4") for head in range(2000)}
     names = {"h.*.attn.c_attn": ["layers.*.k.*", *(f"layers.*.{name}.*" for name in range(2000))]}
@@ -516,6 +528,21 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     assert_computes(folder, model)
     assert cli.main(["info", str(folder), "--write-names", layout]) == 2
     assert "loads, as GPT-2 of tensor_names.json: it needs no other names" in capsys.readouterr().err
+
+
+def test_names_are_written_in_the_order_of_the_file(tmp_path):
+    """Whatever the order of sets in a process is."""
+    arrays = renamed(arrays_of(made(Lecture())), ("blocks", "units"))
+    folder = write_named(tmp_path, arrays, {}, RELU | {"scale_attn_by_width": False})
+    written = []
+    for seed in ("1", "2", "3"):
+        (folder / "tensor_names.json").unlink()
+        command = [sys.executable, "-m", "tinygpt", "info", str(folder), "--write-names", "linear"]
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True)
+        written.append((folder / "tensor_names.json").read_text())
+    assert written[0] == written[1] == written[2]
+    masks = [name for name, value in json.loads(written[0]).items() if value is None]
+    assert masks == [f"units.*.sa.heads.{head}.tril" for head in range(H)]
 
 
 @pytest.mark.parametrize("is_link", [False, True])

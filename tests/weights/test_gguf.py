@@ -144,10 +144,45 @@ def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, name, source):
     assert found.metadata.items() >= expected.metadata.items()
 
 
-def test_a_bloom_whose_mlps_are_of_another_width(tmp_path):
+def test_the_width_of_mlps_is_the_tensors(tmp_path):
     folder = write_family(tmp_path, "bloom-6")
     write_bloom(folder, tmp_path / "x.gguf", **{"bloom.feed_forward_length": (4, 99)})
+    assert open_checkpoint(tmp_path / "x.gguf").config.inner_size == 120
+    path = write_gguf_folder(tmp_path / "gpt2", TENSORS, **{"gpt2.feed_forward_length": (4, 99)})
+    assert open_checkpoint(path).config.inner_size == 20
+
+
+def test_a_bloom_whose_mlps_are_of_another_width(tmp_path):
+    tensors = {
+        "token_embd.weight": plain(np.ones((3, 30), "f4")),
+        "blk.0.ffn_up.weight": plain(np.ones((99, 30), "f4")),
+    }
+    keys = {"general.architecture": (8, "bloom"), "bloom.attention.head_count": (4, 6)}
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(keys, tensors))
     assert_refused(tmp_path / "x.gguf", "a BLOOM with MLPs of 99, which must be 4 times 30")
+
+
+def test_arrays_in_arrays_are_passed_over(tmp_path):
+    nested = (9, (9, [(4, [1, 2]), (8, ["a"])]))
+    assert open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **{"general.x": nested})).tied
+    deep = (4, [1])
+    for _ in range(9):
+        deep = (9, [deep])
+    assert_refused(write_gguf_folder(tmp_path, TENSORS, **{"general.x": (9, deep)}), "an array of type 9")
+
+
+def test_a_vocabulary_alone_is_told(tmp_path):
+    (tmp_path / "vocab.gguf").write_bytes(gguf_bytes(GGUF_KEYS | TOKENIZER, {}))
+    assert_refused(tmp_path, "holds a vocabulary, and no weights: give the model's file")
+
+
+def test_parts_of_one_file_are_told_to_be_joined(tmp_path):
+    for part in range(3):
+        keys = GGUF_KEYS | {"split.count": (4, 3), "split.no": (4, part)}
+        (tmp_path / f"m-{part + 1:05}-of-00003.gguf").write_bytes(gguf_bytes(keys, {}))
+    assert_refused(
+        tmp_path, r"m-00001-of-00003.gguf is one of 3 parts: join them with `llama-gguf-split --merge`"
+    )
 
 
 def test_a_type_that_is_not_implemented_is_named(tmp_path):

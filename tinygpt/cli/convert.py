@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         before, file = _convert(args, folder)
         after = file.stat().st_size
     made = target / file.name if args.to in ONE_FILE else target
-    use = "" if args.to == "npz" else f"; use it as --model {made}"  # tinygpt does not read .npz
+    use = "" if args.to == "npz" else f"; use it as --model {made}"
     log(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 

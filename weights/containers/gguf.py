@@ -30,6 +30,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT, MAX_ALIGNMENT = 32, 2**16  # of the data: default and largest
 MAX_DIMENSIONS = 4
+MAX_DEPTH = 8  # of arrays in arrays
 PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 28: "float64"}
 # struct's formats by ggml's numbers of types of values.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -129,8 +130,14 @@ class _Reader:
             return self._string()
         if kind != ARRAY:
             raise ValueError(f"a value of type {kind}")
+        return self._array(MAX_DEPTH)
+
+    def _array(self, depth: int) -> list[Any]:
         kind = self._number("I")
         count = self._number("Q")
+        if kind == ARRAY and depth > 1:
+            self._need(count, 12)  # bytes at least: a type and a length
+            return [self._array(depth - 1) for _ in range(count)]
         if kind == STRING:
             self._need(count, 8)
             return [self._string() for _ in range(count)]

@@ -21,6 +21,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import numpy as np
+
 from ..errors import CheckpointError, listed, shown
 from ..files import open_regular
 from ..tensor import (
@@ -30,6 +32,7 @@ from ..tensor import (
     MappedFile,
     StoredTensor,
     check_places,
+    contiguous_strides,
     element_extent,
     is_possible_shape,
     parsing,
@@ -221,6 +224,7 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths o
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 ITEM_BYTES = {**ITEMSIZE, "uint8": 1, "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+MAX_HEADER = 2**16  # bytes of an array's header
 MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
 MAX_SHARING = 100  # of a file's bytes, by all tensors: the layers of some models share a storage
 # Names of functions and classes that make other tensors: quantized, sparse or NumPy's.
@@ -342,8 +346,36 @@ def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Archive
     return load_pickle(io.BytesIO(entries["data.pkl"].read()), file.path, has_stubs)[0], storages
 
 
-def _zip_entries(file: MappedFile) -> dict[str, ArchiveMember]:
-    """Return the entries by their names without the folder that all lie in."""
+def read_npz(path: Path) -> Container:
+    """Return the arrays of np.savez; metadata is whole numbers alone. Raise CheckpointError for compressed ones."""
+    file = MappedFile(path)
+    tensors, metadata = {}, {}
+    for member, entry in _zip_entries(file, is_numpys=True).items():
+        name = member.removesuffix(".npy")
+        with parsing(path, "NumPy archive", EOFError):
+            header = io.BytesIO(
+                file.data[entry.data.start : min(entry.data.stop, entry.data.start + MAX_HEADER)]
+            )
+            is_first = np.lib.format.read_magic(header) == (1, 0)
+            read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(header)
+            size = len(entry.data) - header.tell()
+            if not is_possible_shape(shape) or math.prod(shape) * dtype.itemsize != size:
+                raise ValueError(f"an array {shown(name)} of {size} bytes and shape {shape}")
+        strides = contiguous_strides(shape[::-1])[::-1] if is_fortran else contiguous_strides(shape)
+        kind = dtype.name if dtype == dtype.newbyteorder("<") else dtype.str
+        offset = entry.data.start + header.tell()
+        tensor = StoredTensor(file, kind, shape, strides, offset, verify=cache(entry.verify))
+        if shape == () and dtype.kind in "iu":
+            metadata[name] = tensor.array(dtype).item()
+        else:
+            tensors[name] = tensor
+    file.release()
+    return Container("NumPy archive", tensors, metadata)
+
+
+def _zip_entries(file: MappedFile, is_numpys: bool = False) -> dict[str, ArchiveMember]:
+    """Return the entries by their names, of torch without the folder that all lie in."""
     entries: dict[str, ArchiveMember] = {}
     with parsing(file.path, "zip archive", zipfile.BadZipFile, NotImplementedError, EOFError):
         with zipfile.ZipFile(cast(Any, file.data)) as archive:
@@ -351,8 +383,13 @@ def _zip_entries(file: MappedFile) -> dict[str, ArchiveMember]:
         # torch.serialization.set_crc32_options(False): all are 0.
         has_checksums = any(info.CRC for info in infos)
         for info in infos:
-            name = info.filename.partition("/")[2]
+            name = info.filename if is_numpys else info.filename.partition("/")[2]
             is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+            if is_numpys and not is_stored:
+                raise CheckpointError(
+                    f"{file.path} is an archive of NumPy with compressed arrays, such as {shown(name)}: save it by "
+                    "np.savez, not savez_compressed."
+                )
             if not is_stored or info.flag_bits & ENCRYPTED or name in entries:
                 raise ValueError(
                     f"its entry {info.filename!r} is compressed, encrypted or repeated, as torch.save never writes it"

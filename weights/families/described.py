@@ -36,6 +36,7 @@ from .family import (
 from .gpt2 import BESIDE, named_in
 
 MAX_LEFT_OUT = 100  # patterns, each of which is compared with all names
+MAX_COMPARED = 2_000_000  # parts of patterns, by the names that they are compared with
 MAX_NAME = 1000  # characters
 # Characters of all names that a description gives, next to the file's own: biases may be absent, layers given twice.
 MAX_LENGTHS = 4
@@ -281,6 +282,11 @@ class Model:
 def by_user(source: Source, names: Mapping[str, Any]) -> Source:
     """Return the source with a description, or by the names, if all are its own, that are given to its tensors."""
     tensors = source.container.tensors
+    parts = sum(1 + name.count(".") for name, value in names.items() if value is None)
+    if parts * len(tensors) > MAX_COMPARED:
+        raise source.error(
+            f"has a {TENSOR_NAMES} of patterns of {parts} parts for {len(tensors)} names: give fewer."
+        )
     theirs = {name: value for name, value in names.items() if value is not None}
     is_rename = all(isinstance(value, str) and name in tensors for name, value in theirs.items())
     if not is_rename and any(map(_OURS.fullmatch, theirs)):

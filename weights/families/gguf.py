@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import EMBEDDING, ModelConfig, parameter_shapes
+from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from ..errors import CheckpointError, NoTokenizerError, shown
 from ..files import StoredTokenizer
 from .family import Family, Names, Shapes, Source, TensorRule
@@ -52,9 +52,20 @@ def _config(source: Source) -> ModelConfig:
         raise source.error(
             f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'."
         )
-    said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
+    keys = {
+        field: key.format(name) for field, key in KEYS.items() if field != "n_inner"
+    }  # which tensors show
+    said = {field: metadata[key] for field, key in keys.items() if key in metadata}
+    if not source.container.tensors:
+        raise source.error("holds a vocabulary, and no weights: give the model's file.")
     said |= {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
-    seen = {"vocab_size": Shapes(source).size(NAMES.of(EMBEDDING), 0)}
+    places = {
+        "vocab_size": (NAMES.of(EMBEDDING), 0),
+        "n_embd": (NAMES.of(EMBEDDING), 1),
+        "n_positions": (NAMES.of(POSITIONS), 0),
+        "n_inner": (NAMES.of("h.0.mlp.c_fc.weight"), 0),
+    }
+    seen = Shapes(source).shown(places, r"blk\.")
     config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
         raise source.error(

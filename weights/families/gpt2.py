@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
+from ..containers.formats import OF_TRAINING
 from ..errors import listed
 from ..files import TENSOR_NAMES, StoredTokenizer
 from .family import (
@@ -39,7 +40,7 @@ WRAPPERS = ("transformer", "model", "module", "_orig_mod")
 _WRAPPERS = re.compile(rf"(({'|'.join(WRAPPERS)})\.)+")
 MODEL = "model"  # the key of the model next to an average of it
 # Keys of a training run's state.
-_OF_TRAINING = re.compile(r"(?i)\w*(optim|sched|scaler)\w*|(\w*_)?rng(_\w*)?|ema(_\w*)?|opt|callbacks|loops")
+_OF_TRAINING = re.compile(rf"{OF_TRAINING.pattern}|ema(_\w*)?|opt|callbacks|loops")
 MAX_KEY = 60  # characters
 BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
@@ -59,6 +60,8 @@ def config_beside(source: Source, sizes: Mapping[str, Any]) -> ModelConfig:
 
     Raise one CheckpointError for all that is wrong.
     """
+    if source.model_type is not None and source.container.metadata.keys() <= {"format"}:
+        return model_config({**sizes, **source.beside}, source.generation_json)  # without an import
     from .settings import checked_heads, stated_fields
 
     stated = stated_fields(source, sizes)

@@ -117,7 +117,7 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     C = widths.pop()
     around = _Modules(top)
     inside = _Modules(
-        {_of_heads(name, groups[name], C): groups[name] for name in groups.keys() - top}, is_in_out
+        {_of_heads(name, groups[name], C): groups[name] for name in groups if name not in top}, is_in_out
     )
     parts = {**_around(around, C), **_in_layer(inside, C, is_in_order)}
     if left := [*around.left, *inside.left]:
