@@ -233,6 +233,7 @@ def test_when_a_rank_ends_all_do(rank, how, call):
     assert_gone(pids)
     if how == "raise":
         said = f"tinygpt: error: rank {rank} of 2, on .*: OSError\\('the disk is on fire'\\)\n"
+        err = re.sub(r"\[.*\] +ucp_worker\.c:.*\n", "", err)  # UCX, below MPICH, may say that it was stopped
         assert re.fullmatch(said, err.replace(f"{ANNOUNCEMENT}\n", ""))  # the first run compiles
 
 
