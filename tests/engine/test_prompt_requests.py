@@ -113,3 +113,25 @@ def test_what_is_not_finite_fails_alone_and_is_left_to_none(llm):
     with paused(llm):
         held = [*llm.engine.scheduler.slots.prefixes.values()]
     assert not any(ids[:1] == ids_of(60)[:1] for ids in held)
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3])
+def test_the_first_chunk_has_the_prompts_log_probabilities_next_to_drafts(llm, num_drafted):
+    ids = [5, 6, 7, 8] * 4
+    fields = {"max_tokens": 5, "prompt_logprobs": 1, "prompt_lookup_num_tokens": num_drafted}
+    (output,) = llm.generate([ids], **fields)
+    first, *others = llm.stream(ids, **fields)
+    assert first.prompt_logprobs == output.prompt_logprobs
+    assert [chunk.prompt_logprobs for chunk in others] == [None] * len(others)
+
+
+def test_embeddings_of_tokens_are_captured_alone(llm):
+    (output,) = llm.generate([ids_of(9)], max_tokens=3, ignore_eos=True, capture="hook_embed")
+    seen = output.outputs[0].activations
+    assert {name: rows.shape for name, rows in seen.items()} == {"hook_embed": (11, SIZES["n_embd"])}
+
+
+def test_a_text_without_a_step_has_no_activations(llm):
+    (output,) = llm.generate([ids_of(9)], max_tokens=3, max_time=1e-9, capture="z")
+    assert output.outputs[0].stop_reason == "max_time"
+    assert dict(output.outputs[0].activations) == {}

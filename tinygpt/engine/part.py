@@ -9,7 +9,8 @@ import numpy as np
 class Part:
     """What a feature asks of the steps of its sequence. These defaults ask for nothing.
 
-    A step calls `before` and `after` once for each class of its sequences' parts, in the order of `turn`.
+    A step calls `before` and `after` once for each class of its sequences' parts: `before` in the order of `turn`, so
+    that a look knows all drafts, `after` in reverse, so that all have read the logits when tokens are chosen.
     """
 
     turn: int = 0

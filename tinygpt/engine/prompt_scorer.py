@@ -20,6 +20,7 @@ from .step import Step
 class PromptScorer(Part):
     """Log probabilities of given tokens, filled in during prefill: no position from `first` on is copied."""
 
+    turn = 1  # the first chunk of a stream has them: tokens are chosen after
     first: int
     targets: list[int]  # targets[i] comes after position first + i of the sequence
     num_best: int  # most probable tokens to report with each target

@@ -102,7 +102,7 @@ class StepLoop:
         logits = self._forward(step)  # (R, V)
         for chunk in chunks:
             chunk.sequence.num_cached += chunk.count
-        for part_class, parts in parts_by_class:
+        for part_class, parts in reversed(parts_by_class):
             part_class.after(step, parts, logits)
         self._draw(step, logits)
         for chunk in chunks:

@@ -37,7 +37,8 @@ class Activations(Mapping[str, np.ndarray]):
         token_ids: list[int],
     ):
         self.points = points
-        self._names = dict.fromkeys(names)
+        # Those that were seen: none if max_time was over before a step.
+        self._names = [name for name in names if all(source in seen for source in points.sources(name))]
         self._seen = seen
         length = next((len(rows) for rows in seen.values()), len(token_ids))  # fewer if max_time was over
         self.token_ids = token_ids[:length]
@@ -273,7 +274,7 @@ class Captures(Part):
 
     @property
     def max_prefix_tokens(self) -> int | float:
-        return 0 if self.sources else math.inf
+        return 0 if self.names or self.sources else math.inf
 
     def add_logits(self) -> None:
         """Capture the logits, too, without a name among the activations."""
@@ -297,7 +298,7 @@ class Captures(Part):
         self._activations = None
 
     def sample_fields(self, sequence: Any) -> dict[str, Any]:
-        if not self.sources:
+        if not (self.names or self.sources):  # edits alone
             return {}
         token_ids = sequence.context_token_ids
         return {"activations": self.activations(token_ids[:-1] if sequence.new_token_ids else token_ids)}

@@ -101,7 +101,8 @@ class Turns:
     async def in_one_thread(self, parts: Iterable[str]) -> AsyncIterator[bytes]:
         """Yield the parts as one."""
         async with self._arrays:
-            yield await asyncio.to_thread(lambda: "".join(parts).encode())
+            written = await asyncio.to_thread(lambda: "".join(parts).encode())
+        yield written  # with no turn held: a client may read for long
 
 
 def is_large(request: Request) -> bool:
