@@ -369,8 +369,8 @@ REFUSED = rows("""
 {"use_dora": true} | use_dora for transformer.wte, which is not implemented
 {"lora_bias": true} | lora_bias for transformer.wte, which is not implemented
 {"trainable_token_indices": ["1"]} | trainable_token_indices is
-{"trainable_token_indices": [1, 5, 1]} | trainable_token_indices is .* each once
-{"trainable_token_indices": {"wte": [2, 2]}} | trainable_token_indices is .* each once
+{"trainable_token_indices": [1, 5, 1]} | trainable_token_indices is [1, 5, 1] and must be token ids, each once
+{"trainable_token_indices": {"wte": [2, 2]}} | is {'wte': [2, 2]} and must be token ids, each once
 {"trainable_token_indices": [1000]} | trainable_token_indices has the token 1000
 {"trainable_token_indices": {"ln_f": [1]}} | modules that are no embedding: ln_f
 {"trainable_token_indices": [1]} | missing: transformer.wte.token_adapter.trainable_tokens_delta
