@@ -220,6 +220,47 @@ def test_a_template_shows_the_tools(llm, choice, prompt):
     assert ("tool_calls" in reply["choices"][0]["message"]) == (choice == CHOICES[1])
 
 
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CHOICES[1]]}}
+
+
+def test_of_allowed_tools_one_is_called(server):
+    asked = ASKED[CHAT] | {"tools": TOOLS, "max_tokens": 60, "tool_choice": ALLOWED}
+    [call] = server.ask(CHAT, asked).choices[0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint"
+    reply = server.ask(CHAT, {**asked, "tools": TOOLS[1:]})
+    assert reply.error["message"] == "tool_choice names 'paint', which is not among tools."
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "auto", {**ALLOWED, "allowed_tools": {"mode": "auto", "tools": []}}]
+)
+def test_a_model_that_sees_no_tools_answers_with_a_text(server, llm, choice, caplog):
+    asked = ASKED[CHAT] | {"temperature": 0, "max_tokens": 5}
+    reply = server.ask(CHAT, asked | {"tools": TOOLS, "tool_choice": choice})
+    assert reply.choices == server.ask(CHAT, asked).choices
+    assert "sees no tools" in caplog.text
+    with served(llm, strict_tools=True) as strict:
+        assert (
+            strict.ask(CHAT, asked | {"tools": TOOLS, "tool_choice": choice}).error["param"] == "tool_choice"
+        )
+
+
+def test_a_clients_word_for_any_model_is_any(server):
+    reply = server.ask(CHAT, ASKED[CHAT] | {"model": "dummy"})
+    assert (reply.status, reply.json["model"]) == (200, "demo")
+    assert server.ask(CHAT, ASKED[CHAT] | {"model": "dumm"}).status == 404
+
+
+def test_marks_for_a_cache_are_passed_over(server):
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "Once", **mark}
+    tools = [{**TOOLS[0], **mark}]
+    asked = {"messages": [{"role": "user", "content": [part], **mark}], "tools": tools, "max_tokens": 1}
+    assert server.ask(CHAT, asked | {"num_ctx": 4096, "reasoning": {"effort": "low"}}).status == 200
+    asked = {"input": [{"role": "user", "content": [{**part, "type": "input_text"}]}], "max_output_tokens": 1}
+    assert server.ask(RESPONSES, asked).status == 200
+
+
 def test_a_model_without_a_template_chats_by_the_plain_one(server, llm):
     prompt = {"prompt": USER["content"], "max_tokens": 6, "temperature": 0}
     reply = server.ask(CHAT, {"messages": [USER], "max_tokens": 6, "temperature": 0})

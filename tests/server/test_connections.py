@@ -181,6 +181,14 @@ def test_an_offer_to_upgrade_is_passed_over(server, apart):
         assert received(client).count(b"HTTP/1.1 200 OK") == 2
 
 
+def test_an_offer_to_upgrade_a_connection_that_closes_is_passed_over(server):
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with connect(server) as client:
+        offer = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(POST + offer % len(body) + body)
+        assert received(client).count(b"HTTP/1.1 200 OK") == 1
+
+
 def test_packets_of_a_body_are_not_counted_apart(server, monkeypatch):
     sizes = noting(monkeypatch, server.api.turns, "holding", lambda size: size)
     body = b'{"prompt": "a", "max_tokens": 1}'

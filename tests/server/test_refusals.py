@@ -32,7 +32,7 @@ def refusals():
 @pytest.fixture(scope="module")
 def servers(small_demo):
     limits = {"max_num_seqs": 4, "max_queue": 3, "max_capture_bytes": 40_000}
-    more = {"look": True, "control_vectors": {"happy": None}, "chat_template": TEMPLATE}
+    more = {"look": True, "strict_tools": True, "control_vectors": {"happy": None}, "chat_template": TEMPLATE}
     with LLM(small_demo, split_special_tokens=True, **limits) as llm, ExitStack() as stack:
         yield {
             name: stack.enter_context(served(llm, **each)) for name, each in (("plain", {}), ("full", more))
@@ -76,6 +76,8 @@ def test_paths_methods_and_types_that_are_not_there(server):
     for path, end in (
         ("/v1/models/gpt-5", "has demo, other/name."),
         ("/v1/completion", "did you mean /v1/completions?"),
+        ("/v1/moderations", "Not Found"),
+        ("/v1/audio/speech", "Not Found"),
     ):
         reply = server.ask(path)
         assert (reply.status, reply.error["type"]) == (404, "not_found_error")

@@ -36,8 +36,9 @@ from .turns import Turns, in_slices, json_reply, read_apart, while_connected
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 FILLING = -1  # llama.cpp's number of tokens that fill the context, and vLLM's of a prompt
+ANY_MODEL = "dummy"  # of huggingface_hub's client
 MAX_LOGPROBS = 1_000_000  # of a reply
-BYTES_OF_LOGPROB = 70  # at most, in JSON
+BYTES_OF_LOGPROB = 125  # at most: 70 in JSON, and the floats
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
 
 Pair = tuple[Prompt, SamplingParams]
@@ -92,6 +93,8 @@ class Api:
 
         @wraps(handle)
         async def answer(form: Any, request: Request) -> Response:
+            if form.model == ANY_MODEL and ANY_MODEL not in self.model_names:
+                form.model = None
             self.check_model(form.model)
             if form.model in self.llm.lora_modules and not form.takes_adapter:
                 message = f"the adapter {form.model!r} only generates: ask {self.model_name!r}."
@@ -140,9 +143,11 @@ class Api:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
-        can_choose = self.shows_tools or self.config.ignores_unknown_fields
-        if problem := form.tool_problem(can_choose):
+        is_lenient = self.config.ignores_unknown_fields or not self.config.strict_tools
+        if problem := form.tool_problem(self.shows_tools or is_lenient):
             raise ApiError(400, problem, "tool_choice")
+        if form.may_call and not self.shows_tools:
+            log.warning(f"{self.model_name} sees no tools: a chat with tools is answered by a text")
         max_tokens = form.max_completion_tokens or form.max_tokens
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         return await self._converse(Chat, max_tokens, form, request, logprobs=logprobs)

@@ -135,7 +135,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         return respond(error)
     path = ascii(request.url.path)[1:-1]
     paths = [route.path for route in request.app.routes if "{" not in route.path]
-    hint = suggest(path, paths) if error.status_code == 404 else ""
+    near = [other for other in paths if suggest(path.rpartition("/")[2], [other.rpartition("/")[2]])]
+    hint = suggest(path, near) if error.status_code == 404 else ""
     message = f"{request.method} {path}: {error.detail}{hint}"
     return respond(HTTPException(error.status_code, message, error.headers))
 

@@ -15,20 +15,21 @@ from .client_fields import with_foreign
 from .protocol import (
     MAX_STOPS,
     FlatSchemaFormat,
+    JsonFormat,
     LookFields,
     Messages,
     NumLogprobs,
-    PlainFormat,
     Positive,
     SamplingFields,
     Shortening,
     Strict,
     Text,
+    TextFormat,
     guide_of,
     items,
 )
 from .replies import LOWEST, Job, Logprobs, Made, TokenNames, event, tokens_of, usage
-from .tool_calls import Function, PastCall, Tool, ToolCall, ToolChoice, functions_of, schema_of
+from .tool_calls import AllowedTools, Function, PastCall, Tool, ToolCall, ToolChoice, functions_of, schema_of
 
 # Fields of all of OpenAI's Responses.
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
@@ -38,6 +39,7 @@ ALWAYS |= {"tool_choice": "none", "tools": [], "truncation": "disabled"}
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # of Anthropic's clients
 
 
 class ChatMessage(with_foreign("a chat's message", Strict)):
@@ -78,31 +80,57 @@ class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields)
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
 
     def listed_messages(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]
 
+    @property
+    def choice(self) -> Any:
+        """Return none, auto, required or a ToolChoice. Of allowed tools it is their mode."""
+        is_some = isinstance(self.tool_choice, AllowedTools)
+        return (self.tool_choice.allowed_tools.mode if is_some else self.tool_choice) or "auto"
+
+    def allowed_tools(self) -> list[Tool]:
+        tools = self.tools or []
+        names = self._named()
+        return tools if names is None else [tool for tool in tools if tool.function.name in names]
+
+    def _named(self) -> list[str] | None:
+        """Return the names that tool_choice has; None if it has all."""
+        match self.tool_choice:
+            case ToolChoice(function=function):
+                return [function.name]
+            case AllowedTools(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return None
+
     def forced_tools(self) -> list[Function]:
         """Return the tools of which the reply calls one."""
-        tools = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ToolChoice):
-            return [tool for tool in tools if tool.name == self.tool_choice.function.name]
-        return tools if self.tool_choice == "required" else []
+        is_forced = self.choice not in ("none", "auto")
+        return [tool.function for tool in self.allowed_tools()] if is_forced else []
 
     def template_options(self, has_tools: bool) -> dict[str, Any]:
         """Return variables for the template. has_tools: whether it shows tools to the model."""
-        shown = self.tools if has_tools and self.tool_choice != "none" else None
+        is_named = isinstance(self.tool_choice, ToolChoice)
+        shown = self.tools if is_named else self.allowed_tools()
+        shown = shown if has_tools and self.choice != "none" else None
         tools = {"tools": [tool.model_dump(exclude_none=True) for tool in shown]} if shown else {}
         return tools | (self.chat_template_kwargs or {})
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the model has to choose between a text and a tool."""
+        return bool(self.tools) and self.choice == "auto"
+
     def tool_problem(self, can_choose: bool) -> str | None:
         """Return the reason why no tool can be called as this asks. can_choose: tool_choice may be auto."""
-        if isinstance(self.tool_choice, ToolChoice) and not self.forced_tools():
-            return f"tool_choice names {self.tool_choice.function.name!r}, which is not among tools."
-        if self.tool_choice == "required" and not self.tools:
+        known = [tool.function.name for tool in self.tools or ()]
+        if unknown := [name for name in self._named() or () if name not in known]:
+            return f"tool_choice names {unknown[0]!r}, which is not among tools."
+        if self.choice == "required" and not self.allowed_tools():
             return "tool_choice is required, and there are no tools."
-        if self.tools and self.tool_choice in (None, "auto") and not can_choose:
+        if self.may_call and not can_choose:
             asked = "tool_choice is auto (as it is by default, with tools)"
             other = "name a function, or send required or none"
             return f"{asked}, and this model does not choose between a text and a tool: {other}."
@@ -126,6 +154,7 @@ class ResponsePart(Strict):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     parsed: Any = None
+    cache_control: Any = None
 
 
 class ResponseMessage(Strict):
@@ -139,7 +168,7 @@ class ResponseMessage(Strict):
 
 
 class TextOptions(Strict):
-    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: str | None = None
 
 

@@ -68,7 +68,7 @@ FOREIGN = {
         },
     ),
     "a chat's message": ForeignFields(
-        "annotations parsed",
+        "annotations parsed cache_control",
         {
             "refusal": RefusedField("content has the text of an assistant"),
             "audio": TEXTS_ALONE,

@@ -67,6 +67,12 @@ class ServerConfig:
         None,
         "fields of a request that the server does not know: ignore or refuse",
     )
+    strict_tools: bool = argument(
+        False,
+        BOOLEAN,
+        None,
+        "refuse tools that tool_choice does not force, if the model's template shows none",
+    )
     drain_seconds: float = argument(
         30.0, SECONDS, "SECONDS", "time for running requests after SIGTERM or Ctrl-C"
     )

@@ -96,6 +96,9 @@ class Connection(HttpToolsProtocol):
                 self.parser.get_http_version().encode(),
             )
             lines = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(
+                self
+            )  # after "Connection: close" the other reads no more
             self._parse(b"\r\n".join([first, *lines, b"\r\n"]) + data[ended.args[0] :])
 
     def send_400_response(self, msg: str) -> None:
@@ -311,7 +314,10 @@ def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
 def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiError:
     """Return a refusal with the most specific error, a missing field last."""
     errors = [(_path(wrong["loc"][1:], error.body), wrong) for wrong in error.errors()]
-    path, first = max(errors, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
+    # Of a list's types, the one that fits the most elements.
+    path, first = max(
+        errors, key=lambda pair: (len(pair[0]), _positions(pair[0]), pair[1]["type"] != "missing")
+    )
     if first["type"] == "json_invalid" or not path:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body must be a JSON object: {reason}.")
@@ -338,6 +344,10 @@ def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiErr
 
 def _reason(error: dict[str, Any]) -> str:
     return error["msg"].removeprefix("Value error, ")
+
+
+def _positions(path: list[str]) -> list[int]:
+    return [int(part) for part in path if part.isdecimal()]
 
 
 def _path(place: tuple[str | int, ...], value: Any) -> list[str]:

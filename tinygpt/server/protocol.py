@@ -33,6 +33,7 @@ MAX_PROMPTS = 256
 MAX_SAMPLES = 128
 MAX_STOPS = 64
 MAX_WORDS = 10_000
+MAX_DIMENSIONS = 4
 MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
 IGNORED = ("pad_token_id", "use_cache")  # of transformers
@@ -177,8 +178,21 @@ class NamedSchema(Strict):
     strict: bool | None = None
 
 
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"]
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonFormat(Strict):
+    """value: of huggingface_hub's client. schema: of llama.cpp's."""
+
+    type: Literal["json_object", "json"]
+    value: Schema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+    @property
+    def guide(self) -> Schema:
+        given = self.schema_ if self.value is None else self.value
+        return ANY_OBJECT if given is None else given
 
 
 class SchemaFormat(Strict):
@@ -229,7 +243,9 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     use_beam_search: bool | None = None
     guided_json: Schema | None = None
     structured_outputs: StructuredOutputs | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -292,8 +308,8 @@ def guide_of(name: str, form: Any) -> dict[str, tuple[str, Any]]:
             return {f"{name}.json_schema.schema": ("guided_json", form.json_schema.schema_)}
         case FlatSchemaFormat():
             return {f"{name}.schema": ("guided_json", form.schema_)}
-        case PlainFormat(type="json_object"):
-            return {name: ("guided_json", ANY_OBJECT)}
+        case JsonFormat():
+            return {name: ("guided_json", form.guide)}
     return {}
 
 
@@ -301,7 +317,7 @@ class Array(Strict):
     """data: base64, little-endian."""
 
     dtype: Literal["float16", "float32", "float64"] = "float32"
-    shape: list[Count] = Field(max_length=4)
+    shape: list[Count] = Field(max_length=MAX_DIMENSIONS)
     data: str
 
 
@@ -357,19 +373,20 @@ def _edit(field: str, form: Any) -> Edit:
         return Edit(**values | {name: _array(values[name]) for name in arrays})
     except RequestError as error:
         raise error.named(f"{field}.{error.field}") from None
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"has an array that cannot be read: {error}.", field) from None
+    except (ValueError, TypeError, OverflowError) as error:
+        reason = str(error).rstrip(".")
+        raise RequestError(f"has an array that cannot be read: {reason}.", field) from None
 
 
 def _array(form: Any) -> np.ndarray:
-    """Raise ValueError or TypeError."""
+    """Raise ValueError, TypeError or OverflowError."""
     if isinstance(form, Array):
         data = base64.b64decode(form.data, validate=True)
         array = np.frombuffer(data, np.dtype(form.dtype).newbyteorder("<")).reshape(form.shape)
     else:
         array = np.array(form, np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError("its numbers must be finite")
+    if array.ndim > MAX_DIMENSIONS or not np.isfinite(array).all():
+        raise ValueError(f"its numbers must be finite, and its dimensions {MAX_DIMENSIONS} at most")
     return array
 
 

@@ -29,6 +29,7 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    cache_control: Any = Field(None, exclude=True)
 
 
 def functions_of(tools: Any, info: ValidationInfo) -> Any:
@@ -45,6 +46,16 @@ class NamedFunction(Strict):
 class ToolChoice(Strict):
     type: Literal["function"]
     function: NamedFunction
+
+
+class SomeTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[ToolChoice]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
 
 
 class CalledFunction(Strict):
