@@ -38,7 +38,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 FILLING = -1  # llama.cpp's number of tokens that fill the context, and vLLM's of a prompt
 ANY_MODEL = "dummy"  # of huggingface_hub's client
 MAX_LOGPROBS = 1_000_000  # of a reply
-BYTES_OF_LOGPROB = 125  # at most: 70 in JSON, and the floats
+BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
 
 Pair = tuple[Prompt, SamplingParams]

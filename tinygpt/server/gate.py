@@ -96,9 +96,8 @@ class Connection(HttpToolsProtocol):
                 self.parser.get_http_version().encode(),
             )
             lines = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
-            self.parser = httptools.HttpRequestParser(
-                self
-            )  # after "Connection: close" the other reads no more
+            # After "Connection: close" the other one reads no more.
+            self.parser = httptools.HttpRequestParser(self)
             self._parse(b"\r\n".join([first, *lines, b"\r\n"]) + data[ended.args[0] :])
 
     def send_400_response(self, msg: str) -> None:
