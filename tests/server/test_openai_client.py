@@ -105,8 +105,9 @@ def test_errors_are_its_exceptions(server, client):
         client.completions.create(**ASKED | {"model": "gpt-5"})
     asked = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(openai.BadRequestError, match="a text and a tool"):
-        client.chat.completions.create(**asked, tools=tools)
+    choice = {"type": "function", "function": {"name": "g"}}
+    with pytest.raises(openai.BadRequestError, match="'g', which is not among tools"):
+        client.chat.completions.create(**asked, tools=tools, tool_choice=choice)
 
 
 def test_errors_within_a_stream_are_its_exceptions(llm):
