@@ -98,7 +98,7 @@ class SamplingState:
         self.num_prompt_tokens = 0 if is_ft else len(self.prompt_token_ids)  # that no presence penalty counts
         self.calls_functions = bool(rules.processors or params.logits_processors or is_guided)
         self.changes_scores = self.is_processed or self.calls_functions
-        self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
+        self.wants_logprobs = params.logprobs is not None or params.num_samples > params.n
         self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
         self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
         self.top_p = params.top_p
