@@ -36,7 +36,7 @@ BUDGETS = {
     "modules": 228,
     "modules under 60 lines": 1,
     "tokens for 100 lines of tests": 1_100,
-    "lines of READMEs": 1_390,
+    "lines of READMEs": 1_410,
     "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
     "kB of object code": 1_120,

@@ -1,1 +1,1 @@
-"""The commands. Of other packages, only `on_ray` imports this one."""
+"""The commands. `bench`, `evaluation` and `on_ray` import its flags and streams."""

@@ -1,1 +1,1 @@
-"""Ways in which files name and lay out a model, and its configuration there; `table` finds a source's own."""
+"""Ways in which files name and lay out a model, and its configuration there; `matching` finds a source's own."""
