@@ -159,7 +159,7 @@ def test_xtc_excludes_in_its_share_of_draws_whatever_the_token_s_draw(llm, proba
     def two(prompt, new, scores):
         return np.where(np.arange(scores.size) < 2, np.float32(0), np.float32(-np.inf))
 
-    params = SamplingParams(max_tokens=240, temperature=1, seed=5, ignore_eos=True, logits_processors=two)
+    params = SamplingParams(max_tokens=160, temperature=1, seed=5, ignore_eos=True, logits_processors=two)
     params = [params, SamplingParams(**vars(params) | {"xtc_probability": probability})]
     plain, with_xtc = (sample_of(llm, "Once", p).token_ids for p in params)
     share = with_xtc.count(0) / plain.count(0)

@@ -56,7 +56,7 @@ DTYPES = ("float32", "bfloat16", "int8")
 CACHES = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # of int8
 SMALLEST, MIDDLE, LARGEST = MMA_TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
-CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
+CAPABILITIES = (9, 0, "a"), *(pytest.param(other, marks=pytest.mark.slow) for other in ((8, 6), (12, 0)))
 DOUBLES = np.zeros(8)
 LONGS = np.zeros(8, np.int64)
 WORDS = np.zeros(8, np.uint32)
@@ -302,7 +302,7 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 @pytest.mark.parametrize(("dtype", "is_int8"), CACHES)
 @pytest.mark.parametrize(
     ("size", "has_slopes"),
-    [(64, False), pytest.param(64, True, marks=pytest.mark.slow), (128, False), (128, True)],
+    [(64, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (64, 128)), (128, False)],
 )
 def test_attention_stays_in_registers(size, has_slopes, dtype, is_int8):
     for name, kernel_of in (("decode", attend_decode_kernel), ("prefill", attend_prefill_kernel)):

@@ -77,8 +77,8 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, count).tolist()
 
 
-# A CPU takes long for attention in float32, whose many chunks test_attention.py looks at.
-LENGTHS = dict.fromkeys(TOLERANCE, 66) | {"float32": 6}
+# A CPU takes long for attention in float32, whose many chunks test_attention.py looks at, and float16 has bfloat16's.
+LENGTHS = dict.fromkeys(TOLERANCE, 66) | {"float32": 6, "float16": 6}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
