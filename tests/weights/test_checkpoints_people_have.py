@@ -1,5 +1,6 @@
 """Checkpoints of other programs compute what the repository's own forward pass does, or a sentence says why not."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -21,6 +22,7 @@ from support.torch_programs import (  # noqa: E402
     IDS,
     C,
     H,
+    Head,
     L,
     Lecture,
     Nano,
@@ -483,7 +485,32 @@ def renamed(arrays, *pairs):
     return arrays
 
 
+def head_biases(model):
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.query, module.key, module.value = (torch.nn.Linear(C, C // H) for _ in range(3))
+    return model
+
+
+def torchs_layers(model):
+    """Name the modules as torch's TransformerEncoderLayer does."""
+    return renamed(bare(model), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2"))
+
+
 PROPOSED = {
+    "torch's own layers": (OfTorch, torchs_layers, "relu"),
+    "positions as a parameter": (
+        OfTorch,
+        lambda m: (
+            without(bare(m), "positions.weight") | {"positions": m.positions.weight.detach().numpy()[None]}
+        ),
+        "relu",
+    ),
+    "heads with biases": (
+        lambda: head_biases(Lecture()),
+        lambda m: renamed(arrays_of(m), ("blocks", "units")),
+        "relu",
+    ),
     "torch's attention": (OfTorch, bare, "relu"),
     "the same, (in, out)": (OfTorch, lambda m: in_out(bare(m)), "relu"),
     "three matrices (in, out)": (OfTorch, lambda m: without(divided(arrays_of(m)), "counts"), "relu"),
@@ -521,6 +548,8 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     model = made(make())
     config = RELU | {"activation_function": activation}
     config |= {"scale_attn_by_width": "width" in kind} if "heads" in kind else {}
+    if "own layers" in kind:
+        config = without(config, "do_layer_norm_before") | {"norm_first": True}
     folder = write_named(tmp_path, arrays(model), {}, config)
     (folder / "tensor_names.json").unlink()
     assert cli.main(["info", str(folder), "--write-names", layout]) == 0
@@ -600,10 +629,7 @@ UNDECIDED = {
     "norms of one name": (lambda m: renamed(bare(m), ("norm1", "norm_a"), ("norm2", "norm_b")), "ln_2"),
     "two tables": (lambda m: renamed(bare(m), ("positions", "other")), "wpe"),
     "a layer less": (lambda m: without(bare(m), "layers.1.up.weight"), "missing: layers.1.up.weight"),
-    "torch's own layers": (
-        lambda m: renamed(bare(m), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2")),
-        "before or after",
-    ),
+    "torch's own layers": (torchs_layers, "before or after its blocks: write .* with norm_first, true if"),
     "torch's own layers in an attribute": (
         lambda m: renamed(bare(m), ("attention", "b.self_attn"), ("up", "b.linear1"), ("down", "b.linear2")),
         "before or after",
@@ -696,3 +722,21 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     assert_refused(tmp_path / "ckpt.pt", "write-names linear` may propose")
     assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names", "linear"]) == 0
     assert_computes(tmp_path / "ckpt.pt", model)
+
+
+@pytest.mark.parametrize(("beside", "settings"), [(False, {}), (True, {"norm_first": False})])
+def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys):
+    """By config.json, or by the settings in the file, whatever config.json says."""
+    state = {name: torch.tensor(array) for name, array in torchs_layers(made(OfTorch())).items()}
+    torch.save({"model": state, "args": argparse.Namespace(**settings)}, tmp_path / "m.pt")
+    write_json(tmp_path / "config.json", RELU | {"norm_first": beside})
+    assert cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"]) == 2
+    assert "has norm_first false: its layer norms come after its blocks" in capsys.readouterr().err
+
+
+def test_tables_of_gpt2s_names_alone_are_no_gpt2(tmp_path):
+    """A config.json that says one field is not blamed for others."""
+    arrays = renamed(bare(made(OfTorch())), ("tokens.", "wte."), ("positions.", "wpe."))
+    save_file(arrays, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"activation_function": "relu"})
+    assert_refused(tmp_path, "of no model that is implemented.*write-names linear")
