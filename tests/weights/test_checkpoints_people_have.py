@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -492,6 +494,12 @@ def head_biases(model):
     return model
 
 
+def torch_script(model):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, torch.tensor([IDS])), file)
+    return file.getvalue()
+
+
 def torchs_layers(model):
     """Name the modules as torch's TransformerEncoderLayer does."""
     return renamed(bare(model), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2"))
@@ -734,9 +742,33 @@ def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys)
     assert "has norm_first false: its layer norms come after its blocks" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [lambda model: model, lambda model: {"epoch": 3, "net": model}])
+def test_a_module_that_was_saved_whole_is_its_state_dict(tmp_path, place):
+    model = made(Scratch(True))
+    torch.save(place(model), tmp_path / "model.pt")
+    write_json(tmp_path / "config.json", {"n_head": H})
+    assert_computes(tmp_path / "model.pt", model)
+
+
+def test_a_module_that_contains_itself_is_refused(tmp_path):
+    model = Scratch(True)
+    model.final_norm.again = model
+    torch.save(model, tmp_path / "model.pt")
+    assert_refused(tmp_path / "model.pt", "modules in modules without end")
+
+
 def test_tables_of_gpt2s_names_alone_are_no_gpt2(tmp_path):
     """A config.json that says one field is not blamed for others."""
     arrays = renamed(bare(made(OfTorch())), ("tokens.", "wte."), ("positions.", "wpe."))
     save_file(arrays, tmp_path / "model.safetensors")
     write_json(tmp_path / "config.json", {"activation_function": "relu"})
     assert_refused(tmp_path, "of no model that is implemented.*write-names linear")
+
+
+def test_a_program_of_torch_is_told_from_a_damaged_file(tmp_path):
+    """Download it again, it said."""
+    (tmp_path / "script.pt").write_bytes(script := torch_script(made(Scratch(True))))
+    assert_refused(tmp_path / "script.pt", "is TorchScript, .*Save the model's state_dict.. with torch.save")
+    with zipfile.ZipFile(tmp_path / "exported.pt2", "w") as archive:
+        archive.writestr("exported/models/model.json", script[:9])
+    assert_refused(tmp_path / "exported.pt2", "without data.pkl: .*Save the model's state_dict.. with")
