@@ -28,7 +28,7 @@ NAMES = {
     "num_speculative_tokens": "draft_max",
     "tensor_parallel_size": "tensor_parallel tensor_para_size -tp",
     "pipeline_parallel_size": "pipeline_parallel pipeline_para_size -pp",
-    "max_tokens": "max_new_tokens n_predict predict output_len --length -l",
+    "max_tokens": "max_new_tokens max_completion_tokens n_predict predict output_len --length -l",
     "min_tokens": "min_new_tokens --min-length",
     "temperature": "temp sampling_temperature",
     "top_k": "topk sampling_topk --k",

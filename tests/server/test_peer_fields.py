@@ -126,7 +126,13 @@ def test_a_prompt_is_cut_to_the_models_length(server, path):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [(COMPLETIONS, "n_predict"), (COMPLETIONS, "max_tokens"), (CHAT, "max_tokens")]
+    ("path", "name"),
+    [
+        (COMPLETIONS, "n_predict"),
+        (COMPLETIONS, "max_completion_tokens"),
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+    ],
 )
 def test_minus_one_fills_the_context(server, path, name):
     reply = server.ask(path, ASKED[path] | {name: -1, "ignore_eos": True, "temperature": 0})

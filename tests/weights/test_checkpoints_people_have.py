@@ -1,11 +1,14 @@
 """Checkpoints of other programs compute what the repository's own forward pass does, or a sentence says why not."""
 
+import argparse
 import dataclasses
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from support.torch_programs import (  # noqa: E402
     IDS,
     C,
     H,
+    Head,
     L,
     Lecture,
     Nano,
@@ -483,7 +487,38 @@ def renamed(arrays, *pairs):
     return arrays
 
 
+def head_biases(model):
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.query, module.key, module.value = (torch.nn.Linear(C, C // H) for _ in range(3))
+    return model
+
+
+def torch_script(model):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, torch.tensor([IDS])), file)
+    return file.getvalue()
+
+
+def torchs_layers(model):
+    """Name the modules as torch's TransformerEncoderLayer does."""
+    return renamed(bare(model), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2"))
+
+
 PROPOSED = {
+    "torch's own layers": (OfTorch, torchs_layers, "relu"),
+    "positions as a parameter": (
+        OfTorch,
+        lambda m: (
+            without(bare(m), "positions.weight") | {"positions": m.positions.weight.detach().numpy()[None]}
+        ),
+        "relu",
+    ),
+    "heads with biases": (
+        lambda: head_biases(Lecture()),
+        lambda m: renamed(arrays_of(m), ("blocks", "units")),
+        "relu",
+    ),
     "torch's attention": (OfTorch, bare, "relu"),
     "the same, (in, out)": (OfTorch, lambda m: in_out(bare(m)), "relu"),
     "three matrices (in, out)": (OfTorch, lambda m: without(divided(arrays_of(m)), "counts"), "relu"),
@@ -521,6 +556,8 @@ def test_names_that_the_shapes_leave_one_answer_for_are_written(tmp_path, kind, 
     model = made(make())
     config = RELU | {"activation_function": activation}
     config |= {"scale_attn_by_width": "width" in kind} if "heads" in kind else {}
+    if "own layers" in kind:
+        config = without(config, "do_layer_norm_before") | {"norm_first": True}
     folder = write_named(tmp_path, arrays(model), {}, config)
     (folder / "tensor_names.json").unlink()
     assert cli.main(["info", str(folder), "--write-names", layout]) == 0
@@ -600,10 +637,7 @@ UNDECIDED = {
     "norms of one name": (lambda m: renamed(bare(m), ("norm1", "norm_a"), ("norm2", "norm_b")), "ln_2"),
     "two tables": (lambda m: renamed(bare(m), ("positions", "other")), "wpe"),
     "a layer less": (lambda m: without(bare(m), "layers.1.up.weight"), "missing: layers.1.up.weight"),
-    "torch's own layers": (
-        lambda m: renamed(bare(m), ("attention", "self_attn"), ("up", "linear1"), ("down", "linear2")),
-        "before or after",
-    ),
+    "torch's own layers": (torchs_layers, "before or after its blocks: write .* with norm_first, true if"),
     "torch's own layers in an attribute": (
         lambda m: renamed(bare(m), ("attention", "b.self_attn"), ("up", "b.linear1"), ("down", "b.linear2")),
         "before or after",
@@ -696,3 +730,45 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     assert_refused(tmp_path / "ckpt.pt", "write-names linear` may propose")
     assert cli.main(["info", str(tmp_path / "ckpt.pt"), "--write-names", "linear"]) == 0
     assert_computes(tmp_path / "ckpt.pt", model)
+
+
+@pytest.mark.parametrize(("beside", "settings"), [(False, {}), (True, {"norm_first": False})])
+def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys):
+    """By config.json, or by the settings in the file, whatever config.json says."""
+    state = {name: torch.tensor(array) for name, array in torchs_layers(made(OfTorch())).items()}
+    torch.save({"model": state, "args": argparse.Namespace(**settings)}, tmp_path / "m.pt")
+    write_json(tmp_path / "config.json", RELU | {"norm_first": beside})
+    assert cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"]) == 2
+    assert "has norm_first false: its layer norms come after its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [lambda model: model, lambda model: {"epoch": 3, "net": model}])
+def test_a_module_that_was_saved_whole_is_its_state_dict(tmp_path, place):
+    model = made(Scratch(True))
+    torch.save(place(model), tmp_path / "model.pt")
+    write_json(tmp_path / "config.json", {"n_head": H})
+    assert_computes(tmp_path / "model.pt", model)
+
+
+def test_a_module_that_contains_itself_is_refused(tmp_path):
+    model = Scratch(True)
+    model.final_norm.again = model
+    torch.save(model, tmp_path / "model.pt")
+    assert_refused(tmp_path / "model.pt", "modules in modules without end")
+
+
+def test_tables_of_gpt2s_names_alone_are_no_gpt2(tmp_path):
+    """A config.json that says one field is not blamed for others."""
+    arrays = renamed(bare(made(OfTorch())), ("tokens.", "wte."), ("positions.", "wpe."))
+    save_file(arrays, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"activation_function": "relu"})
+    assert_refused(tmp_path, "of no model that is implemented.*write-names linear")
+
+
+def test_a_program_of_torch_is_told_from_a_damaged_file(tmp_path):
+    """Download it again, it said."""
+    (tmp_path / "script.pt").write_bytes(script := torch_script(made(Scratch(True))))
+    assert_refused(tmp_path / "script.pt", "is TorchScript, .*Save the model's state_dict.. with torch.save")
+    with zipfile.ZipFile(tmp_path / "exported.pt2", "w") as archive:
+        archive.writestr("exported/models/model.json", script[:9])
+    assert_refused(tmp_path / "exported.pt2", "without data.pkl: .*Save the model's state_dict.. with")

@@ -109,14 +109,15 @@ PEERS = [
         """request_id session_id rid extra_key id_slot cache_prompt n_cache_reuse mirostat_tau mirostat_eta
 dynatemp_low dynatemp_high dynatemp_exponent smoothing_curve adaptive_decay sse_ping_interval include_reasoning
 separate_reasoning stream_reasoning enable_thinking reasoning_effort reasoning_format reasoning num_ctx keep_alive think
-spaces_between_special_tokens return_mm_kwargs chat_instruct_command speculative.n_max speculative.p_min""",
+spaces_between_special_tokens return_mm_kwargs chat_instruct_command speculative.n_max speculative.p_min
+speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_min_hits speculative.ngram_m_hits""",
     ),
     (
         EMPTY,
         """priority watermarking logits_processors guided_decoding_backend guided_whitespace_pattern
 continue_final_message documents return_prompt_text return_token_offsets routed_experts_prompt_start kv_transfer_params
 ec_transfer_params vllm_xargs mm_processor_kwargs media_io_kwargs grammar dynatemp_range n_indent n_keep n_discard
-n_probs min_keep mirostat t_max_prompt_ms t_max_predict_ms return_tokens return_progress timings_per_token verbose
+n_probs min_keep mirostat return_tokens return_progress timings_per_token verbose
 post_sampling_probs backend_sampling response_fields lora image_data multimodal_data grammar_lazy grammar_type
 grammar_triggers preserved_tokens chat_format chat_parser generation_prompt parse_tool_calls thinking_forced_open
 reasoning_control reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags speculative.n_min
@@ -124,12 +125,15 @@ speculative.type reasoning_budget_message smoothing_factor top_a penalty_alpha m
 dynamic_temperature temperature_last auto_max_new_tokens ban_eos_token static_cache truncation_length custom_token_bans
 negative_prompt grammar_string sampler_priority impersonate continue_ custom_stopping_strings echo return_hidden_states
 return_routed_experts routed_experts_start_len return_cached_tokens_details return_prompt_token_ids return_meta_info
-no_stop_trim use_audio_in_video add_special_tokens""",
+no_stop_trim use_audio_in_video add_special_tokens reasoning_in_content""",
     ),
     ((True, None), "add_bos_token"),
     ((1,), "stream_interval n_cmpl tfs tfs_z guidance_scale encoder_repetition_penalty"),
-    ((-1, 0), "thinking_token_budget adaptive_target"),
-    ((-1,), "reasoning_budget_tokens reasoning_budget repeat_last_n repetition_penalty_range"),
+    ((-1, 0), "thinking_token_budget adaptive_target t_max_prompt_ms t_max_predict_ms"),
+    (
+        (-1,),
+        "reasoning_budget_tokens thinking_budget_tokens reasoning_budget repeat_last_n repetition_penalty_range",
+    ),
     (("instruct",), "mode"),
     (ORDERS, "samplers"),
 ]

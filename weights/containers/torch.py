@@ -226,6 +226,8 @@ PROTOCOL_VERSION = 1001
 ITEM_BYTES = {**ITEMSIZE, "uint8": 1, "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 MAX_HEADER = 2**16  # bytes of an array's header
 MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
+MAX_MODULE_DEPTH = 100
+SAVE_STATE = "Save the model's state_dict() with torch.save."
 MAX_SHARING = 100  # of a file's bytes, by all tensors: the layers of some models share a storage
 # Names of functions and classes that make other tensors: quantized, sparse or NumPy's.
 UNREADABLE = re.compile("rebuild|reconstruct|Tensor|Param")
@@ -279,6 +281,8 @@ def _open(
     file = MappedFile(path, part)
     is_zip = file.data[file.begin : file.begin + 4] == ZIP
     structure, storages = (_read_zip if is_zip else _read_legacy)(file, has_stubs)
+    if _is_module(structure):
+        structure = {"model": structure}
     if not isinstance(structure, dict):
         raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
     file.release()
@@ -302,6 +306,25 @@ def _flat(
             yield path, str(key), value
         elif isinstance(value, dict) and len(path) < MAX_DEPTH - 1:
             yield from _flat(value, (*path, str(key)), visits)
+        elif _is_module(value):
+            yield from _flat(dict(_state_of(value, "", visits)), (*path, str(key)), visits)
+
+
+def _is_module(value: Any) -> bool:
+    """Return whether a Stub stands for a torch.nn.Module, which torch.save wrote whole."""
+    return isinstance(value, Stub) and fields_of(value).keys() >= {"_parameters", "_buffers", "_modules"}
+
+
+def _state_of(module: Any, prefix: str, visits: Iterator[int]) -> Iterator[tuple[str, Any]]:
+    """Yield a module's tensors by the names in its state_dict."""
+    fields = fields_of(module)
+    if next(visits) > MAX_VISITS or prefix.count(".") > MAX_MODULE_DEPTH:
+        raise CheckpointError("a torch file holds modules in modules without end: it is hostile.")
+    for name, value in {**fields_of(fields["_parameters"]), **fields_of(fields["_buffers"])}.items():
+        yield prefix + name, value
+    for name, child in fields_of(fields["_modules"]).items():
+        if _is_module(child):
+            yield from _state_of(child, f"{prefix}{name}.", visits)
 
 
 def _tensors(
@@ -337,7 +360,9 @@ def _tensors(
 def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, ArchiveMember]]:
     entries = _zip_entries(file)
     if "data.pkl" not in entries:
-        raise CheckpointError(f"{file.path} is a zip archive without data.pkl: no torch.save wrote it.")
+        raise CheckpointError(
+            f"{file.path} is a zip archive without data.pkl: no torch.save wrote it. {SAVE_STATE}"
+        )
     if "byteorder" in entries and entries["byteorder"].read() != b"little":
         raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
     storages = {
@@ -389,6 +414,10 @@ def _zip_entries(file: MappedFile, is_numpys: bool = False) -> dict[str, Archive
                 raise CheckpointError(
                     f"{file.path} is an archive of NumPy with compressed arrays, such as {shown(name)}: save it by "
                     "np.savez, not savez_compressed."
+                )
+            if not is_numpys and name.startswith("code/"):
+                raise CheckpointError(
+                    f"{file.path} is TorchScript, a program, which is not run. {SAVE_STATE}"
                 )
             if not is_stored or info.flag_bits & ENCRYPTED or name in entries:
                 raise ValueError(

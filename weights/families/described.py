@@ -45,6 +45,7 @@ _OURS = re.compile(
     rf"(?:wte|wpe|ln_f|lm_head|h\.(?:\*|0|[1-9]\d{{0,4}})\.(?:{_IN_LAYER}))(?:\.(?:weight|bias))?"
 )
 _NORM = "norm"
+OF_BATCH = Transform(lambda shape, n: (1, *shape), lambda array: array[0])  # (1, T, C), as it is added
 LEAST_GAIN = 1e-3  # of a layer norm, relative to its largest
 
 
@@ -186,6 +187,8 @@ class Model:
         """Return the first part's shape. Raise CheckpointError if it is absent."""
         names = self.names(parameter)
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
+        if parameter == POSITIONS and shape[:1] == (1,):
+            shape = shape[1:]
         if len(shape) != 2:
             raise self.source.error(f"holds no matrix {listed(names) or parameter}, which shows a size.")
         return shape
@@ -275,6 +278,8 @@ class Model:
                     '{"names": ..., "transpose": true} for (in, out), or false.'
                 )
             is_in_out = names[0] in self.tensors and self.tensors[names[0]].shape == part[::-1]
+        if parameter == POSITIONS and names[0] in self.tensors and len(self.tensors[names[0]].shape) == 3:
+            return OF_BATCH
         turned = Transform(lambda shape, n: part[::-1], np.transpose, axis)
         return turned if is_in_out else as_is(axis)
 

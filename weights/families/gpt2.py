@@ -42,6 +42,7 @@ MODEL = "model"  # the key of the model next to an average of it
 # Keys of a training run's state.
 _OF_TRAINING = re.compile(rf"{OF_TRAINING.pattern}|ema(_\w*)?|opt|callbacks|loops")
 MAX_KEY = 60  # characters
+_IN_LAYER = re.compile(r"(?:^|\.)h\.\d")
 BESIDE = "beside the model: "
 # Patterns of known names that no text is made with.
 CAUSAL_MASK = r"h\.\d+\.attn\.(bias|masked_bias)"
@@ -150,8 +151,9 @@ def _is_gpt2s(source: Source) -> bool:
     """Decide by names if config.json has no model_type, as one of few fields may."""
     if source.model_type is not None:
         return source.model_type == "gpt2"
+    names = [canonical_name(name) for name in source.container.tensors]
     ends = (EMBEDDING, HEAD) if source.config_json else ".attn.c_attn.weight"
-    return any(canonical_name(name).endswith(ends) for name in source.container.tensors)
+    return any(name.endswith(ends) for name in names) and any(map(_IN_LAYER.search, names))
 
 
 def _characters(source: Source) -> StoredTokenizer | None:

@@ -18,7 +18,7 @@ from .characters import character_tokenizer
 from .described import Description, Model, with_head_bias
 from .family import MODULES, Family, Source, TensorRule, renamed
 from .gpt2 import BESIDE, config_beside
-from .settings import config_of_parts, settings_of, stated_fields
+from .settings import config_of_parts, norms_come_first, settings_of, stated_fields
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,9 @@ def _has_mingpts_tensors(model: Model) -> bool:
 
 
 def _ask(source: Source, asks: tuple[str, ...], sizes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if no file says what no shape shows."""
-    stated = {**source.beside, **stated_fields(source, sizes)}
+    """Raise CheckpointError if no file says what no shape shows, or one that norms come after blocks."""
+    is_first = {"do_layer_norm_before": True} if norms_come_first(source) else {}
+    stated = {**source.beside, **stated_fields(source, sizes), **is_first}
     asked = [
         sentence
         for name, sentence in _ASKED.items()

@@ -14,6 +14,7 @@ from ..files import TENSOR_NAMES
 from ..tensor import StoredTensor
 from .family import Source
 from .gpt2 import is_beside
+from .settings import norms_come_first
 
 LAYOUTS = {"linear": False, "conv1d": True, "linear-qkv": False}  # whether matrices are (in, out)
 _NUMBER = re.compile(r"(?<![^._])\d{1,5}(?=\.)")
@@ -56,6 +57,8 @@ class _Modules:
                 self.masks[name] = None
             elif of_layers[0].is_floating and (parameter := _KIND.fullmatch(name)):
                 self.left[parameter[1]]["weight" if parameter[2] else "bias"] = name, shape
+            elif of_layers[0].is_floating and len(shape) > 1:
+                self.left[name]["weight"] = name, shape[-2:] if shape[0] == 1 else shape
             else:
                 raise _UndecidedError(name)
 
@@ -117,8 +120,13 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     C = widths.pop()
     around = _Modules(top)
     inside = _Modules(
-        {_of_heads(name, groups[name], C): groups[name] for name in groups if name not in top}, is_in_out
+        {_of_heads(name, groups, C): groups[name] for name in groups if name not in top}, is_in_out
     )
+    if inside.has(_EITHER_WAY) and not norms_come_first(source):
+        raise source.error(
+            "has torch's TransformerEncoderLayer, whose layer norms come before or after its blocks: write "
+            f"{source.folder / 'config.json'} with norm_first, true if the program gives it that."
+        )
     parts = {**_around(around, C), **_in_layer(inside, C, is_in_order)}
     if left := [*around.left, *inside.left]:
         raise _UndecidedError(listed(left))
@@ -133,9 +141,10 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     return names
 
 
-def _of_heads(name: str, of_layers: list[StoredTensor], C: int) -> str:
-    """Put a * for a head's number: of the head's matrix (D, C)."""
-    is_of_head = len(of_layers[0].shape) == 2 and of_layers[0].shape[0] < C == of_layers[0].shape[1]
+def _of_heads(name: str, groups: Mapping[str, list[StoredTensor]], C: int) -> str:
+    """Put a * for a head's number: of the head's matrix (D, C), and its bias."""
+    matrix = groups.get(re.sub(r"bias\Z", "weight", name), groups[name])[0].shape
+    is_of_head = len(matrix) == 2 and matrix[0] < C == matrix[1]
     return _NUMBER.sub("*", name) if is_of_head else name
 
 
@@ -155,8 +164,6 @@ def _around(modules: _Modules, C: int) -> dict[str, list[Part]]:
 
 
 def _in_layer(modules: _Modules, C: int, is_in_order: bool) -> dict[str, list[Part]]:
-    if modules.has(_EITHER_WAY):
-        raise _UndecidedError("whether its layer norms come before or after its blocks")
     words = [_FUSED] if modules.has(_FUSED) else _QKV if modules.has(_QKV[0]) else [""] * is_in_order
     if not words:
         raise _UndecidedError(

@@ -88,6 +88,17 @@ def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def norms_come_first(source: Source) -> bool:
+    """Return whether files have the norm_first of torch's layers. Raise CheckpointError if it is false."""
+    values = [
+        fields["norm_first"] for fields in fields_in(source.container.metadata) if "norm_first" in fields
+    ]
+    values += [source.beside["norm_first"]] if "norm_first" in source.beside else []
+    if values and not all(values):
+        raise source.error("has norm_first false: its layer norms come after its blocks, and it is no GPT-2.")
+    return bool(values)
+
+
 def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the fields of the file's dictionaries and objects that state a width or layers, which are in `sizes`.
 
