@@ -55,6 +55,7 @@ tinygpt.weights.convert | gguf google_crc32c
 tinygpt.server | fastapi starlette uvicorn httptools pydantic typing_extensions prometheus_client
 tinygpt.on_ray | ray fastapi starlette pydantic
 tinygpt.text.chat_template | jinja2
+tinygpt.text.sentence_pieces | sentencepiece
 tinygpt.remote | httpx
 tinygpt.ranks | mpi4py
 tinygpt.bench | matplotlib

@@ -20,8 +20,14 @@ from .errors import CheckpointError
 PACKED_FILE = "model.tinygpt.safetensors"
 PREPARED_FILE = "tokenizer.tinygpt"
 VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model")
 TOKENIZER_FILES = (
-    *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
+    *(
+        "tokenizer.json",
+        *(name for pair in VOCAB_AND_MERGES for name in pair),
+        "vocab.txt",
+        *SENTENCEPIECE_FILES,
+    ),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -574,7 +574,7 @@ def with_template(ids):
 DAMAGED = r"""
 {} | none of them is there
 {"vocab.json": {"a": 0}} | only vocab.json is there
-{"spiece.model": "x"} | only spiece.model is there.*save_pretrained
+{"sentencepiece.bpe.model": "x"} | only sentencepiece.bpe.model is there.*save_pretrained
 {"vocab.json": "{", "merges.txt": ""} | not valid JSON
 {"vocab.json": [1], "merges.txt": ""} | holds a JSON list
 {"vocab.json": {}, "merges.txt": ""} | no vocabulary

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, NoTokenizerError
 from ..weights.files import (
+    SENTENCEPIECE_FILES,
     VOCAB_AND_MERGES,
     StoredTokenizer,
     how_to_replace,
@@ -100,9 +101,9 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """Return a folder's tokenizer as a tokenizer.json, with merges as pairs and all added tokens.
 
-    The first of tokenizer.json, vocab.json and merges.txt, encoder.json and vocab.bpe, vocab.txt is read, with the
-    configuration files as in transformers. `eos_token` is the text of the end-of-text token. Raise CheckpointError, or
-    NoTokenizerError if there is none or it is not implemented.
+    The first of tokenizer.json, vocab.json and merges.txt, encoder.json and vocab.bpe, vocab.txt, spiece.model and
+    tokenizer.model is read, with the configuration files as in transformers. `eos_token` is the text of the
+    end-of-text token. Raise CheckpointError, or NoTokenizerError if there is none or it is not implemented.
     """
     options = _read_options(folder)
     pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
@@ -116,6 +117,8 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
         spec = _from_vocab_and_merges(*pair, options)
     elif (folder / "vocab.txt").exists():
         spec = _from_vocab_txt(folder / "vocab.txt", options)
+    elif path := next(filter(Path.exists, map(folder.joinpath, SENTENCEPIECE_FILES)), None):
+        spec, options = _from_sentencepiece(path, options)
     else:
         raise NoTokenizerError(_no_tokenizer(folder))
     if "add_prefix_space" in options and (spec["pre_tokenizer"] or {}).get("type") == "ByteLevel":
@@ -138,7 +141,7 @@ def _no_tokenizer(folder: Path) -> str:
     there = f"only {' and '.join(parts)}" if parts else "none of them"
     return (
         f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json with "
-        f"vocab.bpe, or vocab.txt is needed, and {there} is there. Save the tokenizer with transformers' "
+        f"vocab.bpe, vocab.txt, or spiece.model is needed, and {there} is there. Save the tokenizer with transformers' "
         "save_pretrained, which writes a tokenizer.json, or characters as nanoGPT's meta.pkl, with their ids in its "
         "'stoi'; until then, token ids work."
     )
@@ -214,6 +217,17 @@ def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     ends = options["cls_token"], options["sep_token"]
     return _spec(model, options, normalizer, {"type": "BertPreTokenizer"}, decoder, *ends)
+
+
+def _from_sentencepiece(path: Path, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return also the options, with those of the file."""
+    from .sentence_pieces import read_sentencepiece  # for its own files alone
+
+    older = _read_json_if_there(path.parent / "config.json")  # which had the class
+    options = {"tokenizer_class": older.get("tokenizer_class")} | options
+    model, options = read_sentencepiece(path, options)
+    ends = [options[f"{end}_token"] if options.get(f"add_{end}_token") else None for end in ("bos", "eos")]
+    return _spec(model, options, None, None, None, *ends), options
 
 
 def _bert_normalizer(

@@ -81,6 +81,7 @@ WORDS = (
 # Parts that begin as a word does: a list of a million ids would hold the GIL for tenths of a second.
 PARTS = re.compile(r".{65536}.*?\S(?= \S)|.+", re.DOTALL)
 
+WHITE_SPACE = re.compile(r"\s*")
 OTHER_OPTIONS = (
     "dropout",
     "continuing_subword_prefix",
@@ -173,10 +174,11 @@ class AddedTokenSplitter:
             token = self._by_content[match.group()]
             if split_special_tokens and token["special"]:
                 continue
-            if start < match.start():
-                yield text[start : match.start()]
+            before = text[start : match.start()]
+            if before := before.rstrip() if token["lstrip"] else before:
+                yield before
             yield token["id"]
-            start = match.end()
+            start = WHITE_SPACE.match(text, match.end()).end() if token["rstrip"] else match.end()
         if start < len(text):
             yield text[start:]
 
@@ -220,7 +222,7 @@ class ByteLevelBPE(ByteTokens):
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self._splitter = AddedTokenSplitter(added)
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
-        self._before, self._after = _template_ids(spec.get("post_processor"))
+        self._before, self._after = template_ids(spec.get("post_processor"))
 
     def token(self, token_id: int) -> str | None:
         if token_id in self._added or token_id not in self._bytes:
@@ -271,7 +273,8 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         raise UnlikeGPT2("its steps are not GPT-2's")
 
 
-def _template_ids(processor: dict[str, Any] | None) -> list[list[int]]:
+def template_ids(processor: dict[str, Any] | None) -> list[list[int]]:
+    """Return the ids before and after a text. Raise UnlikeGPT2 for other processors."""
     if _type(processor) in (None, "ByteLevel"):
         return [[], []]
     if _type(processor) != "TemplateProcessing":

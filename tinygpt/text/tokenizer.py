@@ -1,10 +1,12 @@
 """The tokenizer of a checkpoint, equal to Hugging Face's `tokenizers`."""
 
 import json
+import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,8 +15,19 @@ from ..fields import BOOLEAN, read_field
 from ..weights.files import StoredTokenizer, how_to_replace
 from . import TextEncoder
 from .files import MALFORMED, checked_spec, read_tokenizer, spec_of
-from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, read_prepared, token_to_bytes
+from .gpt2_bpe import (
+    AddedTokenSplitter,
+    ByteLevelBPE,
+    ByteTokens,
+    UnlikeGPT2,
+    no_token_for,
+    read_prepared,
+    template_ids,
+    token_to_bytes,
+)
 from .stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class CharacterTokenizer(ByteTokens):
@@ -52,7 +65,45 @@ def is_characters(spec: dict[str, Any]) -> bool:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-class LibraryTokenizer:
+class SpelledTokens:
+    """Tokens that a package joins to a text. vocab: their ids, by their spelling."""
+
+    def __init__(self, vocab: Mapping[str, int], spec: dict[str, Any]):
+        self._tokens = {token_id: token for token, token_id in vocab.items()}
+        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
+        self.vocab_size = 1 + max(self._tokens)
+        self.num_tokens = len(vocab)
+        self.eos_token_id = vocab.get(spec["eos_token"])
+        self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        raise NotImplementedError
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokens.get(token_id)
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._tokens if token_id >= first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not self._is_byte_level:
+            raise RequestError(
+                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them."
+            )
+        return token_to_bytes(self.token(token_id) or "")
+
+    def detokenizer(self, skip_special_tokens: bool) -> ByteDetokenizer | PrefixDetokenizer:
+        skipped = self.special_ids if skip_special_tokens else ()
+        if self._is_byte_level:
+            return ByteDetokenizer(lambda i: b"" if i in skipped else self.token_bytes(i))
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return PrefixDetokenizer(decode, lambda i: i not in skipped and self._is_plain(i))
+
+    def _is_plain(self, token_id: int) -> bool:
+        return not _BYTE_TOKEN.fullmatch(self.token(token_id) or "<0x00>")
+
+
+class LibraryTokenizer(SpelledTokens):
     """A tokenizer of `read_tokenizer` on `tokenizers`. Raise CheckpointError if it is refused."""
 
     def __init__(self, spec: dict[str, Any]):
@@ -67,11 +118,7 @@ class LibraryTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._lock = threading.Lock()
-        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
-        self.num_tokens = self._tokenizer.get_vocab_size()
-        self.eos_token_id = self._tokenizer.token_to_id(spec["eos_token"] or "")
-        self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
+        super().__init__(self._tokenizer.get_vocab(), spec)
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         try:
@@ -86,33 +133,46 @@ class LibraryTokenizer:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> str | None:
-        return self._tokenizer.id_to_token(token_id) if token_id < self.vocab_size else None
 
-    def ids_from(self, first: int) -> list[int]:
-        return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
+class SentencePieceTokenizer(SpelledTokens):
+    """A sentencepiece model of `read_tokenizer`, run by its own package."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        if not self._is_byte_level:
-            raise RequestError(
-                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them."
+    def __init__(self, spec: dict[str, Any]):
+        model, added = spec["model"], spec["added_tokens"]
+        super().__init__(model["vocab"] | {entry["content"]: entry["id"] for entry in added}, spec)
+        self._processor = model["processor"]
+        self._clean: Callable[[str], str] = model["clean"]
+        self._ends_once: bool = model["ends_once"]
+        self._splitter = AddedTokenSplitter(added)
+        self._added_ids = {entry["id"] for entry in added}
+        self._before, self._after = template_ids(spec["post_processor"])
+        if self._after == [self.eos_token_id]:
+            logger.warning(
+                f"the tokenizer ends each text with {spec['eos_token']!r}, as transformers' does, and the model writes "
+                'after that: "add_eos_token": false in tokenizer_config.json leaves it out'
             )
-        return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
 
-    def detokenizer(self, skip_special_tokens: bool) -> ByteDetokenizer | PrefixDetokenizer:
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        ids = list(self._before)
+        for part in self._splitter.split(text, split_special_tokens):
+            if isinstance(part, str):
+                ids += self._processor.encode(self._clean(part))
+            else:
+                ids.append(part)
+        is_ended = self._ends_once and ids[-1:] == self._after
+        return ids if is_ended else ids + self._after
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         skipped = self.special_ids if skip_special_tokens else ()
-        if self._is_byte_level:
-            return ByteDetokenizer(lambda i: b"" if i in skipped else self.token_bytes(i))
-        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        return PrefixDetokenizer(decode, lambda i: i not in skipped and self._is_plain(i))
-
-    def _is_plain(self, token_id: int) -> bool:
-        if token_id >= self.vocab_size:
-            return False
-        return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
+        known = [token_id for token_id in ids if token_id in self._tokens and token_id not in skipped]
+        parts = []
+        for is_added, run in groupby(known, self._added_ids.__contains__):
+            run = [*run]
+            parts += map(self._tokens.get, run) if is_added else [self._processor.decode(run)]
+        return "".join(parts)
 
 
-TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
+TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer | SentencePieceTokenizer
 
 
 class Tokenizer(TextEncoder):
@@ -252,6 +312,8 @@ class Tokenizer(TextEncoder):
 
 
 def _load(spec: dict[str, Any]) -> TokenizerModel:
+    if spec["model"]["type"] == "sentencepiece":
+        return SentencePieceTokenizer(spec)
     if is_characters(spec):
         return CharacterTokenizer(spec)
     try:
