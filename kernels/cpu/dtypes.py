@@ -51,6 +51,7 @@ from .simd.vector_ir import (
     WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
     address,
+    uint32_at,
     zeros,
 )
 
@@ -225,7 +226,8 @@ def _float16_at(weight, panel, k, column):
 
 
 def _bfloat16_at(weight, panel, k, column):
-    return from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
+    pairs = uint32_at(panel_address(weight.panels, 0, panel) + k // 2 * ROW_BYTES, OUT_TILE)
+    return from_bfloat16(pairs[column] >> np.uint32(16 * (k % 2)))
 
 
 def _int8_at(weight, panel, k, column):

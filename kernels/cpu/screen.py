@@ -17,7 +17,7 @@ from .layers.linear import REPLACE, compute_tile, for_each_tile, linear_to_opera
 from .layers.operands import BFloat16Operand, from_bfloat16, put
 from .layers.rows import ONE_LAYER
 from .sampling_rows import reached_by
-from .screen_pack import ROWS_IN_LEVELS, pack_panels
+from .screen_pack import ROWS_IN_LEVELS, is_packed, pack_panel, size_of
 from .simd.targets import TARGET
 from .simd.tiles import OUT_TILE, ROW_BLOCK
 from .simd.vector_ir import PANEL_VECTORS, SCALE_GROUP, VECTOR_BYTES, address, float32_at, max_lanes
@@ -38,6 +38,7 @@ def plan_screen(params: Any, buffers: Any, drawn_by: Callable) -> None:
     if screen.rows[0] and 2 * screen.is_wanted.sum() <= screen.is_wanted.size:
         screen.calls[0] = 0
     screen.rows[0] = 0
+    screen.parts[0] = 0
     screen.is_wanted[:] = 1
     if (warpers := drawn_by()) is None:
         return
@@ -46,8 +47,7 @@ def plan_screen(params: Any, buffers: Any, drawn_by: Callable) -> None:
     most = ROWS_IN_LEVELS if isinstance(weight, BFloat16Weight) else screen.top.size
     if not 0 < top.size <= most or top.min() < 1 or top.max() > MAX_TOP:
         return
-    if screen.num_packed[0] < screen.is_wanted.size:
-        pack_panels(screen, weight)
+    if not is_packed(screen, weight):
         return
     screen.calls[0] += 1
     if screen.calls[0] & (screen.calls[0] - 1) & RETRIES:
@@ -77,7 +77,7 @@ def score_tokens(team, project_out, head, segments, logits, final, x, screen, pr
     quantize_states(team, screen, x, screened, levels)
     for_each_tile(team, products, screen.states, screen.head, ONE_LAYER, every, NONE, REPLACE, count, columns)
     bound_rows(team, screen, products, screened, levels)
-    score_panels(team, screen.is_wanted, head, segments, logits, x)
+    score_panels(team, screen, head, segments, logits, x)
 
 
 @kernel
@@ -85,6 +85,8 @@ def quantize_states(team, screen, x, rows, levels):
     items = max(rows, 1)
     row = claim(team, items)
     while row >= 0:
+        if row == 0 and screen.parts[0]:
+            screen.num_packed[0] += 1
         if row < rows:
             _quantize(screen, x, row, rows, levels, float32_at(address(team.scratch), x.values.shape[1]))
         complete(team, items)
@@ -97,14 +99,14 @@ def _quantize(screen, x, row, rows, levels, rest):
     """Write a state's levels, |x|, and the size of what the levels lack."""
     for k in range(rest.size):
         rest[k] = state_at(x, row, k)
-    screen.norms[row, 0] = _size_of(rest)
+    screen.norms[row, 0] = size_of(rest)
     states = screen.states
     for level in range(levels):
         place = level * rows + row
         put(states, place, 0, rest)
         for k in range(rest.size):
             rest[k] -= np.float32(states.values[place, k]) * states.scales[place, k // SCALE_GROUP, 0]
-    screen.norms[row, 1] = _size_of(rest)
+    screen.norms[row, 1] = size_of(rest)
     if row == 0:
         screen.is_wanted[:] = 0
 
@@ -120,14 +122,6 @@ def _widened_at(x, row, k):
 state_at = overload_by_dtype(
     {BFloat16Operand: _widened_at if TARGET.packs_bfloat16 else _float_at}, otherwise=_float_at
 )
-
-
-@kernel
-def _size_of(values):
-    total = 0.0
-    for k in range(values.size):
-        total += np.float64(values[k]) * np.float64(values[k])
-    return np.sqrt(total)
 
 
 @kernel
@@ -180,9 +174,11 @@ def _bound_panel(scratch, screen, products, row, rows, levels, panel):
 
 
 @kernel
-def score_panels(team, is_wanted, head, segments, logits, x):
-    """Compute panels as `for_each_tile` does, or fill them with -inf."""
+def score_panels(team, screen, head, segments, logits, x):
+    """Compute panels as `for_each_tile` does, or fill them with -inf. Pack those of the step's part, which are near."""
     rows, columns = logits.shape
+    is_wanted = screen.is_wanted
+    parts = screen.parts[0]
     height = rows_together(head.weight, (rows + ROW_BLOCK - 1) // ROW_BLOCK)
     panel = claim(team, is_wanted.size)
     while panel >= 0:
@@ -194,6 +190,8 @@ def score_panels(team, is_wanted, head, segments, logits, x):
             for row in range(rows):
                 for column in range(panel * OUT_TILE, min((panel + 1) * OUT_TILE, columns)):
                     logits[row, column] = -INFINITE
+        if parts and panel * parts // is_wanted.size == screen.num_packed[0] - 1:
+            pack_panel(team.scratch, screen, head.weight, panel)
         complete(team, is_wanted.size)
         panel = claim(team, is_wanted.size)
     finish_phase(team)

@@ -8,24 +8,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..numbers import LEVELS
-from .dtypes import DTYPES, new_weight, panel_count
+from ..numbers import LEVELS, ROUNDING
+from .dtypes import DTYPES, element_at, new_weight, panel_address, panel_count
+from .jit import kernel
+from .layers.activations import ONE, ZERO
 from .layers.linear import Linear, whole
 from .layers.operands import Int8Operand
 from .simd.tiles import OUT_TILE
-from .simd.vector_ir import PANEL_VECTORS, SCALE_GROUP, zeros
+from .simd.vector_ir import PANEL_VECTORS, ROW_BYTES, SCALE_GROUP, address, float32_at, int32_at, zeros
 
 ROWS_IN_LEVELS = (
     3  # rows that become int8 twice, themselves and what that lacks: tiles take it as further rows
 )
 LEAST_SIZE = 2**23  # weights: a smaller head stays in a cache, and is read as fast as it is screened
 MOST_K = 2**16
-PANELS_OF_CALL = 16  # packed in one call, 10 ms: all at once would hold up a token for half a second
-MEAN_OF = 16  # one panel of so many has a mean that is good enough: any row would be right
-LEAST_SCALE = 2.0**-100  # rows with a smaller one are zeros and e
+PARTS_BYTES = 112  # by a weight's bytes: parts, of which a step packs one in 3 % of its time
+LEAST_SCALE = np.float32(2.0**-100)  # rows with a smaller one are zeros and e
 EPS = 2.0**-23
 GREATEST_ROW = 512.0  # times a denormal number of a state, which some instructions take as 0
 ROUND_UP = 1 + 2.0**-18  # the bounds are computed in float32
+ZERO_LEVELS = np.uint32(0x80808080).view(np.int32)  # four bytes of zeros, as int8 panels have them
 
 
 class Screen(NamedTuple):
@@ -33,9 +35,10 @@ class Screen(NamedTuple):
     segments: np.ndarray  # of K
     lost: np.ndarray  # (P * OUT_TILE,) float32: times |x|, of e and of all roundings
     sizes: np.ndarray  # (P * OUT_TILE,) float32: times |x - x'|, |t q|
-    mean: np.ndarray  # (K, 1) float64: m
-    num_packed: np.ndarray  # (1,) int64: panels
-    largest: np.ndarray  # (1,) float64: a bound of a row's size; infinite: no screen
+    mean: np.ndarray  # (K,) float32: m
+    parts: np.ndarray  # (1,) int64: of the screen, if each step of the call packs one; else 0
+    num_packed: np.ndarray  # (1,) int64: parts; -1: there is no mean yet
+    largest: np.ndarray  # (1,) float64: a bound of a row's size; infinite: no screen; NaN: it is not packed
     rows: np.ndarray  # (1,) int64: R, or 0 for the whole head
     top: np.ndarray  # (R,) int64: greatest logits that are wanted
     num_tokens: np.ndarray  # (R,) int64: of so many first ones
@@ -57,9 +60,10 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
         segments=whole(int8.whole_k(k)),
         lost=zeros((panels * OUT_TILE,)),
         sizes=zeros((panels * OUT_TILE,)),
-        mean=np.zeros((k, 1)),
-        num_packed=np.full(1, 0 if pays else panels),
-        largest=np.full(1, 0.0 if pays else np.inf),
+        mean=zeros((k,)),
+        parts=np.zeros(1, np.int64),
+        num_packed=np.full(1, -1),
+        largest=np.full(1, np.nan if pays else np.inf),
         rows=np.zeros(1, np.int64),
         top=np.zeros(rows, np.int64),
         num_tokens=np.zeros(rows, np.int64),
@@ -72,34 +76,83 @@ def new_screen(rows: int, n: int, k: int) -> Screen:
     )
 
 
-def pack_panels(screen: Screen, weight: Any) -> None:
-    """Fill the next of the screen's panels."""
-    unpack = next(row.unpack for row in DTYPES.values() if isinstance(weight, row.record))
+def is_packed(screen: Screen, weight: Any) -> bool:
+    """Return whether the screen is whole. If not, each step of the call that is planned packs a part of it."""
+    if not np.isnan(screen.largest[0]):
+        return True
+    parts = PARTS_BYTES // weight.panels.itemsize
+    if 0 <= screen.num_packed[0] < parts:
+        screen.parts[0] = parts
+        return False
     with np.errstate(all="ignore"):  # a head that is not finite has no screen
-        mean = screen.mean
-        k = len(mean)
-        first = screen.num_packed[0]
-        stop = min(first + PANELS_OF_CALL, screen.is_wanted.size)
-        if first == 0:
-            mean[:] = unpack(weight.panels[0, ::MEAN_OF]).mean((0, 2), np.float64)[:k, None]
-        for panel in range(first, stop):
-            rest = unpack(weight.panels[0, panel : panel + 1])[0, :k] - mean  # (K, OUT_TILE) float64
-            scales = (np.abs(rest).max(0) / LEVELS).astype(np.float32)
-            scales[scales < LEAST_SCALE] = 0
-            levels = np.rint(rest * np.where(scales > 0, 1 / scales, 0))
-            numbers = np.full((screen.segments[-1], OUT_TILE), 128, np.uint8)
-            numbers[:k] = levels + 128
-            levels *= scales
-            rest -= levels
-            lost, sizes = np.linalg.norm(rest, axis=0), np.linalg.norm(levels, axis=0)
-            whole_sizes = np.linalg.norm(mean) + sizes + lost
-            lost += (k + 16) * EPS * whole_sizes + (k // SCALE_GROUP + 32) * EPS * sizes
-            screen.largest[0] = np.maximum(screen.largest[0], whole_sizes.max())
-            columns = slice(panel * OUT_TILE, (panel + 1) * OUT_TILE)
-            screen.head.weight.panels[0, panel] = numbers.reshape(-1, 4, OUT_TILE).transpose(0, 2, 1)
-            screen.head.weight.scales[0, columns] = scales
-            screen.lost[columns] = lost * ROUND_UP
-            screen.sizes[columns] = sizes * ROUND_UP
-    screen.num_packed[0] = stop
-    if not screen.largest[0] < GREATEST_ROW:
-        screen.largest[0] = np.inf
+        if screen.num_packed[0] < 0:
+            screen.mean[:] = _mean_of(weight)[: screen.mean.size]
+            screen.num_packed[0] = 0
+            return False
+        largest = np.linalg.norm(screen.mean) + (screen.sizes + screen.lost).max()
+    screen.largest[0] = largest if largest < GREATEST_ROW else np.inf
+    return True
+
+
+def _mean_of(weight: Any) -> np.ndarray:
+    """Return the mean (K,) of two panels, which is good enough: any row would be right."""
+    unpack = next(row.unpack for row in DTYPES.values() if isinstance(weight, row.record))
+    panels = weight.panels[0]
+    return unpack(panels[[len(panels) // 3, 2 * len(panels) // 3]]).mean((0, 2))
+
+
+@kernel
+def pack_panel(scratch, screen, weight, panel):
+    """Write t, q and the bounds of a panel's rows."""
+    mean = screen.mean
+    k = mean.size
+    panels = screen.head.weight.panels
+    scales = float32_at(address(screen.head.weight.scales) + panel * ROW_BYTES, OUT_TILE)
+    work = address(scratch)
+    largest = float32_at(work, OUT_TILE)
+    inverse = float32_at(work + ROW_BYTES, OUT_TILE)
+    levels_squared = float32_at(work + 2 * ROW_BYTES, OUT_TILE)
+    rests_squared = float32_at(work + 3 * ROW_BYTES, OUT_TILE)
+    largest[:] = ZERO
+    levels_squared[:] = ZERO
+    rests_squared[:] = ZERO
+    for i in range(k):
+        common = mean[i]
+        for j in range(OUT_TILE):
+            largest[j] = max(largest[j], abs(element_at(weight, panel, i, j) - common))
+    for j in range(OUT_TILE):
+        scale = largest[j] / LEVELS
+        scales[j] = scale if scale >= LEAST_SCALE else ZERO
+        inverse[j] = ONE / scale if scale >= LEAST_SCALE else ZERO
+    for i in range(k):
+        common = mean[i]
+        row = int32_at(panel_address(panels, 0, panel) + i // 4 * ROW_BYTES, OUT_TILE)
+        shift = np.int32(8 * (i % 4))
+        if shift == 0:
+            row[:] = ZERO_LEVELS
+        for j in range(OUT_TILE):
+            rest = (element_at(weight, panel, i, j) - common) * inverse[j]
+            level = (rest + ROUNDING) - ROUNDING
+            row[j] += np.int32(level) << shift
+            rest -= level
+            levels_squared[j] += level * level
+            rests_squared[j] += rest * rest
+    size_of_mean = size_of(mean)
+    for j in range(OUT_TILE):
+        scale = np.float64(scales[j])
+        size = scale * np.sqrt(np.float64(levels_squared[j]))
+        lost = scale * np.sqrt(np.float64(rests_squared[j]))
+        if scale == 0:
+            lost += largest[j] * np.sqrt(k)
+        whole_size = size_of_mean + size + lost
+        lost += (k + 16) * EPS * whole_size + (k // SCALE_GROUP + 32) * EPS * size
+        screen.lost[panel * OUT_TILE + j] = lost * ROUND_UP
+        screen.sizes[panel * OUT_TILE + j] = size * ROUND_UP
+
+
+@kernel
+def size_of(values):
+    total = 0.0
+    for k in range(values.size):
+        total += np.float64(values[k]) * np.float64(values[k])
+    return np.sqrt(total)

@@ -10,20 +10,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.kernel_tools import packed, put_rows, same_bits, warpers_of
+from support.kernel_tools import packed, put_rows, same_bits, unpacked, warpers_of
 from tinygpt.kernels.cpu import screen_pack
 from tinygpt.kernels.cpu.arrays import NO_BIAS, NO_FACTORS
 from tinygpt.kernels.cpu.dtypes import DTYPES
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.linear import SCRATCH, Linear, whole
 from tinygpt.kernels.cpu.screen import plan_screen, score_tokens
-from tinygpt.kernels.cpu.screen_pack import ROWS_IN_LEVELS, new_screen, pack_panels
+from tinygpt.kernels.cpu.screen_pack import ROWS_IN_LEVELS, new_screen
 from tinygpt.kernels.cpu.simd.vector_ir import zeros
 from tinygpt.kernels.cpu.team import TeamThreads, begin_step, join_step
 from tinygpt.kernels.cpu.workspace import new_operand
 
 SCREENED = [name for name, row in DTYPES.items() if row.head != "int8"]
 SHAPE = 4353, 70  # neither is a multiple of a tile
+PARTS = {"float32": 28, "float16": 56, "bfloat16": 56}
 
 
 @kernel
@@ -47,9 +48,9 @@ class Head:
         self.head = Linear(packed(self.weight, self.dtype), NO_BIAS, NO_FACTORS)
         self.segments = whole(k)
         self.screen = new_screen(32, n, k)
-        while self.screen.num_packed[0] < self.screen.is_wanted.size:
-            pack_panels(self.screen, self.head.weight)
         self._team = TeamThreads(self.threads, zeros((self.threads, SCRATCH)))
+        for _ in range(1 + PARTS[self.dtype]):
+            self.logits(np.zeros((1, k)), 1)
 
     def logits(self, x: np.ndarray, *top: int, num_tokens: float = np.inf) -> np.ndarray:
         """Logits (R, V) of states (R, K); whole without `top`."""
@@ -199,12 +200,32 @@ def test_calls_that_want_a_screen_pack_it():
     head = Head(random_head(np.random.default_rng(10)), "float32")
     whole_screen, head.screen = head.screen, new_screen(32, *SHAPE)
     states = random_states(np.random.default_rng(11), 1)
-    for top, num_packed in (((), 0), ((65,), 0), ((1,), 16), ((1,), 32), ((), 32), ((1,), 48), ((1,), 64)):
+    later = [((1,), count) for count in range(2, PARTS["float32"] + 1)]
+    for top, num_packed in (((), -1), ((65,), -1), ((1,), 0), ((1,), 1), ((), 1), *later):
         assert np.isfinite(head.logits(states, *top)).all()
         assert head.screen.num_packed[0] == num_packed
-    head.logits(states, 1)
     np.testing.assert_array_equal(head.screen.head.weight.panels, whole_screen.head.weight.panels)
     assert np.isneginf(head.logits(states, 1)).any()
+
+
+@pytest.mark.parametrize(("threads", "size"), [(1, 1), (2, 1), (1, 1e-30), (1, 1e-37)])
+def test_packed_rows_and_their_bounds(dtype, threads, size):
+    """A row less the mean is t q and a rest: q is nearest, and the bounds of both are true and, by float64, close."""
+    n, k = SHAPE
+    head = Head(random_head(np.random.default_rng(14)) * np.float32(size), dtype, threads)
+    screen = head.screen
+    rows = unpacked(head.head.weight, dtype)[:n, :k] - screen.mean.astype(np.float64)
+    levels = unpacked(screen.head.weight, "int8")[:n, :k]
+    lost, sizes = (np.linalg.norm(part, axis=1) for part in (rows - levels, levels))
+    assert (lost <= screen.lost[:n]).all()
+    assert (sizes <= screen.sizes[:n]).all()
+    if size == 1:
+        scales = screen.head.weight.scales[0, :n, None].astype(np.float64)
+        assert (np.abs(rows - levels) <= 0.5001 * scales).all()
+        assert (np.abs(levels).max(axis=1, keepdims=True) == 127 * scales).all()
+        whole_sizes = np.linalg.norm(screen.mean.astype(np.float64)) + sizes + lost
+        assert (screen.lost[:n] <= lost + 2e-5 * whole_sizes).all()
+        assert (screen.sizes[:n] <= 1.00001 * sizes).all()
 
 
 @pytest.mark.parametrize("size", [1e29, 1e31, 1e32, 1e33, 1e34, 1e35, 1e36])
