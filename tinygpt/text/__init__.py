@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's BPE by tiktoken, others by `tokenizers`; streams."""
+"""Text to token ids and back: GPT-2's BPE by tiktoken, others by `tokenizers` or sentencepiece; streams."""
 
 from collections.abc import Callable
 

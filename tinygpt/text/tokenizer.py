@@ -197,7 +197,7 @@ class Tokenizer(TextEncoder):
 
     @classmethod
     def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """Load a folder's tokenizer: GPT-2's BPE on tiktoken, all else on `tokenizers`.
+        """Load a folder's tokenizer: GPT-2's BPE on tiktoken, sentencepiece on its package, all else on `tokenizers`.
 
         Raise NoTokenizerError if none runs, CheckpointError if it is damaged.
         """
