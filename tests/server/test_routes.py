@@ -1,6 +1,7 @@
 """The smaller routes: models, tokenizer, embeddings, version, and the description of all of them."""
 
 import base64
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import tinygpt
 from support.engines import sample_of
 from support.gate import Gate
 from support.golden_models import SMALL, add_tensors, write_lora
+from support.paths import ROOT
 from support.serving import served, until
 from support.tables import rows
 from tinygpt import LLM
@@ -56,6 +58,15 @@ def test_each_route_has_a_case(server):
         if method != "HEAD"
     }
     assert {case[0] for case in CASES} == routes
+
+
+def test_each_route_has_a_row(server):
+    """A new route needs a row of Routes in tinygpt/server/README.md."""
+    readme = (ROOT / "tinygpt" / "server" / "README.md").read_text(encoding="utf-8")
+    [table] = re.findall("## Routes\n(.*?)\n## ", readme, re.DOTALL)
+    first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
+    paths = {*re.findall("[A-Z]+ (/[^`]*)`", "".join(first_cells))}
+    assert paths == {route.path.replace("{model:path}", "NAME") for route in server.app.routes}
 
 
 @pytest.mark.parametrize(("route", "body", "status", "word"), CASES)
