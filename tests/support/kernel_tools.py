@@ -53,7 +53,7 @@ TOLERANCES = {
 exp | 4 | 0 | relative: 2 units in the last place, as its docstring says
 tanh | 4 | 0 | relative: exp's error, halved by the division, and three roundings
 erf | 0 | 5e-7 | absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1
-activation | 0 | 5e-7 | against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most
+activation | 0 | 5e-7 | against max(|x|, |y|, 1): x times a share in 0..1 that is off by erf's error at most, or exact
 product | 24 | 0 | against |x| @ |w|: a chain of 130 roundings, which mostly cancel
 int4 product | 64 | 0 | against |x| @ |w|: levels and offsets, each larger than w, cancel
 sum | 8 | 0 | against the sum of sizes: a chain of 9 roundings a lane, four folds

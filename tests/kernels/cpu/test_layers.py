@@ -172,7 +172,7 @@ def test_activate(name, kind):
     y = x.copy()
     activations.activate(y, kind)
     expected = reference.ACTIVATIONS[name](x.astype(np.float64)) if name != "none" else x
-    check("activation", y, expected, np.maximum(np.abs(x), 1))
+    check("activation", y, expected, np.maximum(np.maximum(np.abs(x), np.abs(expected)), 1))
     for start, stop in (
         (0, 1),
         (5, 22),
