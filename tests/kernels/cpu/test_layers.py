@@ -165,7 +165,7 @@ def test_tanh_and_erf(name):
 
 
 @ACTIVATIONS
-def test_activate(name, kind):
+def test_activations(name, kind):
     x = np.concatenate([np.linspace(-15, 15, 9997), [0, 1e-6, -1e-6, 300, -300, 1e4, -1e4]]).astype(
         np.float32
     )
