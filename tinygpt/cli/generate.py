@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
@@ -22,6 +22,9 @@ from .flags import (
     with_seed,
 )
 from .streams import STDIN, counted, emit, log, rates, read_text
+
+if TYPE_CHECKING:
+    from .batch import Run
 
 EVERY_DAY = (
     *("prompt", "prompt_text", "file", "input", "output", "json", "echo", "color"),
@@ -103,10 +106,22 @@ def run(args: argparse.Namespace) -> None:
     if args.input is not None:
         from .batch import run_batch
 
-        run_batch(args, params)
+        run_batch(args, params, _kind_of)
     else:
         prompt = _given_prompt(args)
         _run_prompt(args, read_text("stdin") if prompt is None else prompt, with_seed(params))
+
+
+def _kind_of(content: bytes) -> "type[Run]":
+    """Return how the lines of --input are read and answered."""
+    from .batch import Run
+
+    if b'"custom_id"' in content or b'"url"' in content:
+        from .openai_batch import OpenAIRun, are_openais
+
+        if are_openais(content):
+            return OpenAIRun
+    return Run
 
 
 def _edits(args: argparse.Namespace) -> list[Any]:

@@ -301,9 +301,13 @@ class PromptRecord:
     params: SamplingParams
 
 
-def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
-    """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line."""
-    lines = enumerate(read_bytes(f"--input {path}", path).split(b"\n"), 1)
+def read_prompts(path: Path, defaults: SamplingParams, content: bytes | None = None) -> list[PromptRecord]:
+    """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line.
+
+    content: the file's, if it is read already.
+    """
+    content = read_bytes(f"--input {path}", path) if content is None else content
+    lines = enumerate(content.split(b"\n"), 1)
     line_of: dict[str | int, int] = {}
 
     def read(number: int, line: bytes) -> PromptRecord:
@@ -361,7 +365,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     )
 
 
-def read_object(line: bytes) -> dict[str, Any]:
+def read_object(line: bytes, names: Collection[str] = _FIELDS) -> dict[str, Any]:
+    """Return the fields of a line, those of other programs under our `names`. Raise RequestError."""
     try:
         fields = json.loads(line, object_pairs_hook=_without_duplicates)
     except RequestError:
@@ -376,7 +381,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise RequestError(f"not JSON that can be read: {error}.") from None
     if not isinstance(fields, dict):
         raise RequestError(f"not a JSON object; a line is as {EXAMPLE}.")
-    return own_names(fields, _FIELDS)
+    return own_names(fields, names)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
