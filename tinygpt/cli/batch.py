@@ -216,6 +216,16 @@ class Run:
             raise type(stop)(f"{num_answered} of {counted(self.total, 'prompt')} answered, {how}") from None
 
 
+class TextRun(Run):
+    """A run of a file with a prompt in each line."""
+
+    @classmethod
+    def read(
+        cls, path: Path, content: bytes, args: argparse.Namespace, params: "SamplingParams"
+    ) -> list[Any]:
+        return streams.read_text_lines(path, params, content)
+
+
 def in_order(outputs: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
     early: dict[int, Any] = {}
     num_given = 0
