@@ -31,8 +31,8 @@ NAMES = {
     "max_tokens": "max_new_tokens max_completion_tokens n_predict predict output_len --length -l",
     "min_tokens": "min_new_tokens --min-length",
     "temperature": "temp sampling_temperature",
-    "top_k": "topk sampling_topk --k",
-    "top_p": "topp sampling_topp --p",
+    "top_k": "topk sampling_topk --sampling-top-k --k",
+    "top_p": "topp sampling_topp --sampling-top-p --p",
     "typical_p": "typical",
     "top_n_sigma": "top_nsigma",
     "dry_sequence_breakers": "dry_sequence_breaker",
@@ -46,7 +46,6 @@ NAMES = {
     "guided_json": "json_schema -j",
     "guided_grammar": "grammar",
     "file": "--prompt-file",
-    "input": "--sample-input-file",
     "steer": "--control-vector --control-vector-scaled",
     "prompt": "--quick",
     "system": "--system-prompt -sys",
@@ -62,6 +61,8 @@ OURS = {other: ours for ours, others in NAMES.items() for other in others.split(
 # Flags whose value is another one here -> the words that replace both.
 SIZES = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}  # OpenAI's folders
 IS_ON = {"true": True, "1": True, "false": False, "0": False}
+TEXT_LINES = ("--input-format=text",)
+TEXT_FILES = ("", ".txt")
 REWRITTEN: dict[str, Callable[[str], list[str]]] = {
     "--model-name": lambda text: [f"--model={SIZES.get(text, text)}"],
     "--is-fix-random-seed": lambda text: ["--seed=0"] if IS_ON.get(text.lower()) else [],
@@ -69,6 +70,8 @@ REWRITTEN: dict[str, Callable[[str], list[str]]] = {
     "--start": lambda text: [f"--file={text[5:]}" if text.startswith("FILE:") else f"--prompt={text}"],
     "--int8-mode": lambda text: [] if text == "0" else ["--dtype=int8"],
     "--grammar-file": lambda text: [f"--guided-grammar={Path(text).read_text(encoding='utf-8')}"],
+    # A prompt in each line, but for the token ids of start_ids.csv.
+    "--sample-input-file": lambda text: [f"--input={text}", *TEXT_LINES * (Path(text).suffix in TEXT_FILES)],
     **dict.fromkeys(("-c", "--ctx-size"), lambda text: [] if text == "0" else [f"--max-model-len={text}"]),
 }
 # Flags of other programs that may have such a value -> the words that replace them.
@@ -109,9 +112,10 @@ HINTS = {
     **dict.fromkeys(
         ("--load-format", "--data-parallel-size", "--enable-request-id-headers", "--threads-http"), ""
     ),
-    **dict.fromkeys(
-        ("--start-id", "--input-len", "--memory-len", "--continue-gen", "--sparse", "--samplers"), ""
-    ),
+    "--start-id": "a prompt that is empty starts from the model's own BOS token",
+    "--input-len": "--overflow truncate keeps the last tokens of a long prompt",
+    "--memory-len": "--max-model-len bounds prompt and text together",
+    **dict.fromkeys(("--continue-gen", "--sparse", "--samplers"), ""),
     **dict.fromkeys(("--use-jieba-tokenizer", "--is-return-context-embeddings"), ""),
     "--prompt-learning-task-name-ids": "",
     "pull": "a model is downloaded when it is first used",

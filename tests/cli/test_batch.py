@@ -285,6 +285,45 @@ def test_lines_of_any_size_are_refused(jobs, no_model):
     assert wide.startswith("  line 2: logit_bias is ")
 
 
+def test_all_faults_of_all_lines_are_told_at_once(jobs, no_model):
+    wrong = {"id": 1.5, "prompt": 3, "foo": 1, "bar": 2, "temperature": -1, "top_k": "x"}
+    jobs.write([wrong, {"prompt": "a"}, "nope"])
+    assert jobs.run() == 2
+    headline, *faults = jobs.err.splitlines()
+    assert "2 lines of" in headline
+    told = [
+        'unknown field "foo"',
+        'unknown field "bar"',
+        "id is 1.5",
+        "one field prompt",
+        "temperature is -1",
+        "top_k is 'x'",
+    ]
+    assert [fault.startswith(f"  line 1: {one}") for fault, one in zip(faults, told, strict=False)] == [
+        True
+    ] * 6
+    assert faults[6].startswith("  line 3: not JSON")
+
+
+def test_fields_that_are_null_are_not_given(jobs):
+    jobs.write([{"id": None, "prompt": "a", "prompt_token_ids": None, "priority": None}, {"prompt": "a"}])
+    assert jobs.run() == 0
+    first, second = jobs.records().values()
+    assert first | {"id": 2} == second
+
+
+@pytest.mark.parametrize("flags", [["--input-format", "text", "--input"], ["--sample_input_file"]])
+def test_a_text_file_has_a_prompt_in_each_line(tmp_path, capsys, flags):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfThe fox\r\n\n1, 2\n")
+    assert cli.main(["generate", *flags, str(path), *FLAGS, "--sampling-top-k", "3"]) == 0
+    records = read_records(capsys.readouterr().out)
+    assert {name: found["prompt"] for name, found in records.items()} == {1: "The fox", 3: "1, 2"}
+    path.write_bytes(b"a\nb\xff\n")
+    assert cli.main(["generate", *flags, str(path)]) == 2
+    assert "line 2: not UTF-8 text: see its byte 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [

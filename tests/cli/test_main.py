@@ -154,3 +154,29 @@ def test_a_full_stderr_changes_nothing(max_tokens, code, small_demo):
     with open("/dev/full", "wb") as full:
         result = run_process(*command, stderr=full)
     assert (result.returncode, bool(result.stdout.strip())) == (code, code == cli.DONE)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell of POSIX")
+@pytest.mark.parametrize(
+    ("closed", "code", "told"),
+    [("2>&-", 0, ""), (">&-", 1, "stdout cannot be written"), (">&- 2>&-", 1, ""), ("<&- 2>&-", 0, "")],
+)
+def test_a_closed_stream(closed, code, told):
+    """A text that is written is a success, and a lost one is none."""
+    command = f'"{sys.executable}" -m tinygpt generate Once -n 3 --seed 5 {closed}'
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert bool(done.stdout.strip()) == (code == 0)
+    assert "tinygpt" not in done.stdout  # no message goes there
+    assert told in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a locale of ASCII")
+def test_words_are_utf8_in_any_locale():
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for word, code, text in (("é", 0, "é"), (os.fsdecode(b"\xe9"), 2, "")):
+        command = [sys.executable, "-m", "tinygpt", "generate", word, "-n", "1", "--echo"]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **ascii_alone}, capture_output=True, check=False
+        )
+        assert (done.returncode, done.stdout.decode()[:1]) == (code, text)

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from support.engines import log_softmax, opened
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
-from tinygpt import ControlVector, Edit, SamplingParams
+from tinygpt import LLM, ControlVector, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights import files
 from tinygpt.weights.convert import gguf
@@ -97,6 +98,31 @@ def test_edits_that_need_all_layers(llm, name):
     with llm.engine.wrapped(Firsts) as runner:
         llm.generate([CLEAN], max_tokens=1, edits=edits, capture=capture)
     assert runner.layers == [0]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 12, 7])
+@pytest.mark.parametrize("asked", [{}, {"prompt_logprobs": 1}], ids=str)
+def test_a_step_never_runs_layers_that_a_later_edit_skips(folder, layer, max_num_batched_tokens, asked):
+    """Keys that are infinite there would fail the request by how its prompt is cut, and by its neighbours."""
+    prompt, neighbour, start = CLEAN * 2, [*range(40)], 10
+    edits = [
+        Edit(f"blocks.{layer}.attn.hook_k", value=np.inf, at=slice(start, None)),
+        Edit("blocks.2.hook_resid_pre", keep=0, value=np.ones(32), at=slice(start, None)),
+    ]
+    params = SamplingParams(max_tokens=8, ignore_eos=True, edits=edits, logprobs=1, **asked)
+    results = []
+    for options in {}, {"max_num_batched_tokens": max_num_batched_tokens}:
+        with LLM(folder, threads=2, max_num_seqs=4, prefix_cache_seqs=0, **options) as model:
+            results.append(model.generate([neighbour, prompt], [SamplingParams(max_tokens=8), params])[1])
+    with LLM(folder, threads=2) as model:
+        (alone,) = model.generate([prompt], params)
+        hidden = [edits[1]]
+        (same,) = model.generate([prompt], replace(params, edits=hidden))
+    for output in (*results, same):
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert output.outputs[0].logprobs == alone.outputs[0].logprobs
+        assert output.prompt_logprobs == alone.prompt_logprobs
 
 
 def test_steps_of_a_trace_take_turns_with_other_requests(llm):

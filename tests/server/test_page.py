@@ -209,7 +209,7 @@ def test_the_text_comes_while_it_is_written(server, llm, visit):
         gate.allow(float("inf"))
         expect(visitor.made).to_have_count(20)
         visitor.wait()
-    expect(visitor.page.get_by_role("button", name="Stop")).to_be_disabled()
+    expect(visitor.page.get_by_role("button", name="Stop")).to_have_count(0)  # nothing is to be stopped
 
 
 def test_what_is_written_is_what_the_library_writes(server, llm, visit):
@@ -318,9 +318,7 @@ def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width,
     height = visitor.page.locator("#page").bounding_box()["height"]
     visitor.click(i)
     popup = visitor.page.locator("#candidates").bounding_box()
-    needed = [
-        visitor.page.locator(f"#{name}") for name in ("trace", "stats", "scale", "controls", "go", "stop")
-    ]
+    needed = [visitor.page.locator(f"#{name}") for name in ("trace", "stats", "scale", "controls", "go")]
     for box in (each.bounding_box() for each in (visitor.tokens.nth(i), *needed)):
         is_aside = popup["x"] >= box["x"] + box["width"] or popup["x"] + popup["width"] <= box["x"]
         assert is_aside or popup["y"] >= box["y"] + box["height"] or popup["y"] + popup["height"] <= box["y"]
@@ -333,6 +331,24 @@ def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width,
 
 
 @pytest.mark.parametrize("most", [3, 0])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_the_candidates_cover_no_word_that_follows(server, visit, width, height):
+    visitor = visit(server, viewport={"width": width, "height": height})
+    visitor.click(3)
+    popup, sheet = (visitor.page.locator(name).bounding_box() for name in ("#candidates", "#sheet"))
+    end = visitor.page.locator(".word").last.bounding_box()
+    assert popup["x"] >= sheet["x"] + sheet["width"] or popup["y"] >= end["y"] + end["height"]
+    if width == 1280:
+        assert sheet["height"] > height / 2  # it fills the window
+
+
+def test_a_long_text_is_read_without_a_refusal(server, llm, visit):
+    """The visitor's console holds no status 400."""
+    visitor = visit(server, " ".join([TEXT] * 100))
+    expect(visitor.page.locator("#note")).to_be_visible()
+    assert [body.get("overflow") for body in visitor.asked if "max_tokens" in body][:1] == [None]
+
+
 def test_no_more_candidates_than_the_server_tells(llm, visit, most):
     with served(llm, max_logprobs=most) as server:
         visitor = visit(server)

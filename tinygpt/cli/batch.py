@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -63,10 +64,12 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
+def run_batch(
+    args: argparse.Namespace, params: "SamplingParams", kind_of: "Callable[[bytes], type[Run]]"
+) -> None:
     """Answer the prompts of --input. Raise RequestError before any work, TinyGPTError at the end if a prompt failed.
 
-    params: the defaults of a line's fields.
+    params: the defaults of a line's fields. kind_of: the file's bytes.
     """
     with sigterm_raises():
         source = Path(args.input)
@@ -75,10 +78,12 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
             check_writable("--output", target)
             if target.exists() and source.exists() and target.samefile(source):
                 raise RequestError(f"--output {target} is the file of --input: name another one.")
-        prompts = streams.read_prompts(source, params)
+        content = streams.read_bytes(f"--input {source}", source)
+        kind = kind_of(content)
+        prompts = kind.read(source, content, args, params)
         if not prompts:
             log(f"--input {source} holds no prompt, so there is nothing to do")
-        earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
+        earlier = Earlier() if target is None else kind.earlier_in(target, prompts, args)
         pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
         if len(pending) < len(prompts):
             skipped = f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped"
@@ -89,7 +94,7 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
         num_failed = earlier.num_failed
         with open_records(target, earlier) as write:
             if pending:
-                run = Run(args, pending, earlier, len(prompts), write)
+                run = kind(args, pending, earlier, len(prompts), write)
                 num_failed += run.answer_on_ray() if args.ray else run.answer()
         if num_failed:
             failed = (
@@ -112,6 +117,17 @@ class Run:
     earlier: "Earlier"
     total: int
     write: Callable[[str], None]
+
+    @classmethod
+    def read(
+        cls, path: Path, content: bytes, args: argparse.Namespace, params: "SamplingParams"
+    ) -> list[Any]:
+        """Return the prompts of --input. Raise RequestError that lists every line with an error."""
+        return streams.read_prompts(path, params, content)
+
+    @classmethod
+    def earlier_in(cls, path: Path, prompts: Iterable[Any], args: argparse.Namespace) -> "Earlier":
+        return read_earlier(path, prompts, args.model, args.dtype)
 
     def answer(self) -> int:
         """Write a record of each pending prompt. Return the number of failed prompts."""
@@ -163,39 +179,54 @@ class Run:
         )
 
     def _write_all(self, dtype: str, prompts: "list[Prompt]", outputs: Iterable[Found]) -> int:
+        tally = Counter()
+
+        def line_of(i: int, output: "RequestOutput | FailedRequestError") -> str:
+            head = self.pending[i].id, self.args.model, dtype
+            if isinstance(output, FailedRequestError):
+                tally["failed"] += 1
+                prompt = {"prompt": prompts[i].text, "prompt_token_ids": prompts[i].token_ids}
+                return _line(*head, **prompt, error=str(output))
+            tally["truncated"] += output.num_truncated_tokens > 0
+            if self.pending[i].params.guidance is not None:
+                tally["unfinished"] += sum(sample.finish_reason == "length" for sample in output.outputs)
+            return record_line(*head, output)
+
+        self.write_all(outputs, line_of)
+        if count := tally["truncated"]:
+            log(f"{counted(count, 'prompt')} truncated: see num_truncated_tokens in their records")
+        if count := tally["unfinished"]:
+            unfinished = f"{counted(count, 'guided text')} cut short by a limit"
+            log(f'{unfinished}: "finish_reason": "length" in their records')
+        return tally["failed"]
+
+    def write_all(self, outputs: Iterable[tuple[int, Any]], line_of: Callable[[int, Any], str]) -> None:
+        """Write the line of each output. outputs: with the index of a pending prompt."""
         args = self.args
-        num_truncated = 0
-        num_unfinished = 0
-        num_failed = 0
-        num_answered = self.total - len(prompts)
+        num_answered = self.total - len(self.pending)
         outputs = in_order(outputs) if args.keep_order else outputs
         try:
             for i, output in progress("prompt", "answered")(outputs, self.total, num_answered):
-                head = self.pending[i].id, args.model, dtype
-                if isinstance(output, FailedRequestError):
-                    prompt = {"prompt": prompts[i].text, "prompt_token_ids": prompts[i].token_ids}
-                    self.write(_line(*head, **prompt, error=str(output)))
-                    num_failed += 1
-                else:
-                    self.write(record_line(*head, output))
-                    num_truncated += output.num_truncated_tokens > 0
-                    if self.pending[i].params.guidance is not None:
-                        num_unfinished += sum(sample.finish_reason == "length" for sample in output.outputs)
+                self.write(line_of(i, output))
                 num_answered += 1
         except KeyboardInterrupt as stop:
             how = f"in {args.output}; give the same command again to continue"
             if args.output is None:
                 how = "on stdout; a run with --output FILE can be continued"
             raise type(stop)(f"{num_answered} of {counted(self.total, 'prompt')} answered, {how}") from None
-        if num_truncated:
-            log(f"{counted(num_truncated, 'prompt')} truncated: see num_truncated_tokens in their records")
-        if num_unfinished:
-            unfinished = f"{counted(num_unfinished, 'guided text')} cut short by a limit"
-            log(f'{unfinished}: "finish_reason": "length" in their records')
-        return num_failed
 
 
-def in_order(outputs: Iterable[Found]) -> Iterator[Found]:
+class TextRun(Run):
+    """A run of a file with a prompt in each line."""
+
+    @classmethod
+    def read(
+        cls, path: Path, content: bytes, args: argparse.Namespace, params: "SamplingParams"
+    ) -> list[Any]:
+        return streams.read_text_lines(path, params, content)
+
+
+def in_order(outputs: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
     early: dict[int, Any] = {}
     num_given = 0
     for index, output in outputs:
@@ -215,10 +246,17 @@ class Earlier:
     lacks_newline: bool = False  # the last record is complete, but for the end of its line
 
 
-def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
+def read_earlier(
+    path: Path,
+    prompts: Iterable[Any],
+    model: str,
+    dtype: str,
+    record_in: "Callable[[bytes], dict[str, Any] | None] | None" = None,
+    check: Callable[..., None] | None = None,
+) -> Earlier:
     """Find the prompts that the file already answers. Raise RequestError for anything but records of this run.
 
-    A half-written last record, as of a killed run, does not count.
+    A half-written last record, as of a killed run, does not count. record_in, check: of another kind of records.
     """
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
@@ -227,18 +265,18 @@ def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype:
             lines = file.readlines()
     except OSError as error:
         raise RequestError(f"--output {path} cannot be read: {error.strerror}.") from None
-    prompt_of = {record.id: record.prompt for record in prompts}
+    prompt_of = {record.id: getattr(record, "prompt", None) for record in prompts}
     ids = set()
     num_failed = 0
     size = 0
     for number, line in enumerate(lines, 1):
         place = f"line {number} of --output {path}"
-        record = _record_in(line)
+        record = (record_in or _record_in)(line)
         if record is None:
             if line.endswith(b"\n") or not line.startswith(BEGINNING[: len(line)]):
                 raise RequestError(f"{place} is not a record of an earlier run: name another file.")
             break
-        _check_record(place, record, prompt_of, model, dtype)
+        (check or _check_record)(place, record, prompt_of, model, dtype)
         if record["id"] in ids:
             raise RequestError(
                 f"{place} answers id {record['id']!r} a second time: remove one of the two lines."

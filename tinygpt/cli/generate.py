@@ -2,7 +2,8 @@
 
 import argparse
 import shlex
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from ..sampling_params import SamplingParams
@@ -22,6 +23,9 @@ from .flags import (
     with_seed,
 )
 from .streams import STDIN, counted, emit, log, rates, read_text
+
+if TYPE_CHECKING:
+    from .batch import Run
 
 EVERY_DAY = (
     *("prompt", "prompt_text", "file", "input", "output", "json", "echo", "color"),
@@ -64,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)",
     )
     add(
+        "--input-format",
+        choices=("jsonl", "text"),
+        default="jsonl",
+        help="of --input: jsonl, or text, a prompt in each line (default: jsonl)",
+    )
+    add(
         "--output",
         metavar="FILE",
         help="JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
@@ -103,10 +113,24 @@ def run(args: argparse.Namespace) -> None:
     if args.input is not None:
         from .batch import run_batch
 
-        run_batch(args, params)
+        run_batch(args, params, partial(_kind_of, args))
     else:
         prompt = _given_prompt(args)
         _run_prompt(args, read_text("stdin") if prompt is None else prompt, with_seed(params))
+
+
+def _kind_of(args: argparse.Namespace, content: bytes) -> "type[Run]":
+    """Return how the lines of --input are read and answered."""
+    from .batch import Run, TextRun
+
+    if args.input_format == "text":
+        return TextRun
+    if b'"custom_id"' in content or b'"url"' in content:
+        from .openai_batch import OpenAIRun, are_openais
+
+        if are_openais(content):
+            return OpenAIRun
+    return Run
 
 
 def _edits(args: argparse.Namespace) -> list[Any]:

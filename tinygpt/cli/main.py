@@ -73,6 +73,8 @@ file or model is missing or cannot be used"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: the process's) and return its exit code. Raise SystemExit as argparse does."""
     _prepare_streams()
+    if argv is None:
+        _read_words_as_utf8()
     words = [*(sys.argv[1:] if argv is None else argv)]
     if words[:1] in (["help"], ["--help"]):  # `tinygpt help generate` is `tinygpt generate --help`
         words = [*words[1:2], "--help"]
@@ -349,10 +351,27 @@ def _command(name: str) -> Command:
 
 
 def _prepare_streams() -> None:
-    """Write UTF-8 on every system, and escape text that UTF-8 cannot encode, such as file names, as JSON does."""
+    """Write UTF-8 on every system, and escape text that UTF-8 cannot encode, such as file names, as JSON does.
+
+    A closed stream (`2>&-`) is opened again, or a file would get its number; writes to stdout then fail.
+    """
+    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _read_words_as_utf8() -> None:
+    """Begin again in Python's UTF-8 mode, if words are UTF-8 that a locale of ASCII or Latin-1 has read otherwise."""
+    words = [word for word in sys.argv if not word.isascii()]
+    if sys.getfilesystemencoding() == "utf-8" or not words:
+        return
+    with suppress(UnicodeDecodeError):
+        _ = [os.fsencode(word).decode() for word in words]
+        command = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        os.execv(sys.executable, command)
 
 
 def _flush_streams() -> None:

@@ -301,9 +301,13 @@ class PromptRecord:
     params: SamplingParams
 
 
-def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
-    """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line."""
-    lines = enumerate(read_bytes(f"--input {path}", path).split(b"\n"), 1)
+def read_prompts(path: Path, defaults: SamplingParams, content: bytes | None = None) -> list[PromptRecord]:
+    """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line.
+
+    content: the file's, if it is read already.
+    """
+    content = read_bytes(f"--input {path}", path) if content is None else content
+    lines = enumerate(content.split(b"\n"), 1)
     line_of: dict[str | int, int] = {}
 
     def read(number: int, line: bytes) -> PromptRecord:
@@ -316,17 +320,32 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
     return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
 
 
+def read_text_lines(path: Path, defaults: SamplingParams, content: bytes) -> list[PromptRecord]:
+    """Return a prompt for each line with text. Raise RequestError that lists every line which is not UTF-8."""
+
+    def read(number: int, line: bytes) -> PromptRecord:
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"not UTF-8 text: see its byte {error.start}.") from None
+        return PromptRecord(number, number, text, None, with_seed(defaults))
+
+    lines = enumerate(content.split(b"\n"), 1)
+    return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
+
+
 def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
     """Raise RequestError that lists every line with an error."""
-    results, problems = [], []
+    results, problems, num_wrong = [], [], 0
     for number, read in readers.items():
         try:
             results.append(read())
         except TinyGPTError as error:
-            problems.append(f"  line {number}: {error}")
+            problems += [f"  line {number}: {fault}" for fault in str(error).split("\n")]
+            num_wrong += 1
     if problems:
         source = "stdin" if str(path) == STDIN else path
-        headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
+        headline = f"{counted(num_wrong, 'line')} of {source} cannot be used, so nothing was generated:"
         more = [f"  and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
         raise RequestError("\n".join([headline, *problems[:MAX_LISTED], *more]))
     return results
@@ -335,20 +354,22 @@ def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) ->
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
     is_csv = TOKEN_IDS.fullmatch(line) is not None
     fields = {"prompt": [*map(int, line.split(b","))]} if is_csv else read_object(line)
-    unknown = [name for name in fields if name not in _FIELDS]
-    if unknown:
-        raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
-    record_id = fields.pop("id", number)
+    unknown = {name: fields.pop(name) for name in [*fields] if name not in _FIELDS}
+    faults = [
+        f"unknown field {json.dumps(name)}{suggest(name, _FIELDS) or '.'}"
+        for name, value in unknown.items()
+        if value is not None
+    ]
+    record_id = fields.pop("id", None)
+    record_id = number if record_id is None else record_id
     if type(record_id) not in (int, str):
-        raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
-    prompts = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
+        faults.append(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
+    prompts = [prompt for name in PROMPT_FIELDS if (prompt := fields.pop(name, None)) is not None]
     if len(prompts) != 1 or not isinstance(prompts[0], (str, list)):
-        raise RequestError(
-            "one field prompt, a text or a list of token ids, is needed (or prompt_token_ids)."
-        )
+        faults.append("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
     split_special_tokens = fields.pop("split_special_tokens", None)
     if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
-        raise RequestError(
+        faults.append(
             f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
         )
     biases = fields.get("logit_bias")
@@ -356,12 +377,26 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         fields["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
-    return PromptRecord(
-        number, record_id, prompts[0], split_special_tokens, with_seed(replace(defaults, **fields))
-    )
+    try:
+        params = with_seed(replace(defaults, **fields))
+    except RequestError as error:
+        alone = [fault for name, value in fields.items() for fault in _faults(defaults, name, value)]
+        faults += alone or [str(error)]
+    if faults:
+        raise RequestError("\n".join(faults))
+    return PromptRecord(number, record_id, prompts[0], split_special_tokens, params)
 
 
-def read_object(line: bytes) -> dict[str, Any]:
+def _faults(defaults: SamplingParams, name: str, value: Any) -> list[str]:
+    try:
+        replace(defaults, **{name: value})
+    except RequestError as error:
+        return [str(error)]
+    return []
+
+
+def read_object(line: bytes, names: Collection[str] = _FIELDS) -> dict[str, Any]:
+    """Return the fields of a line, those of other programs under our `names`. Raise RequestError."""
     try:
         fields = json.loads(line, object_pairs_hook=_without_duplicates)
     except RequestError:
@@ -376,7 +411,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise RequestError(f"not JSON that can be read: {error}.") from None
     if not isinstance(fields, dict):
         raise RequestError(f"not a JSON object; a line is as {EXAMPLE}.")
-    return own_names(fields, _FIELDS)
+    return own_names(fields, names)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

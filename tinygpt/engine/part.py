@@ -39,7 +39,7 @@ class Part:
         return 0
 
     def max_count(self, start: int, room: int) -> int | float:
-        """Return how many tokens from `start` on need at most `room` rows of logits."""
+        """Return how many tokens from `start` on fit in a step: of one first layer, with at most `room` logits."""
         return math.inf
 
     def error(self, sequence: Any) -> str | None:

@@ -291,7 +291,11 @@ class Captures(Part):
         return stop - start if self._wants(LOGITS) else 0
 
     def max_count(self, start: int, room: int) -> int | float:
-        return room if self._wants(LOGITS) else math.inf
+        _, begin = self.begin
+        most = (
+            begin - start if start < begin else math.inf
+        )  # else the cut would decide which layers edits reach
+        return min(most, room) if self._wants(LOGITS) else most
 
     def restart(self) -> None:
         self.rows.clear()

@@ -39,6 +39,7 @@ from .api import Api
 from .config import ServerConfig
 from .gate import CLIENT_LEFT, OPEN_PATHS, Connection, Gate, JsonRoute, from_validation
 from .info_routes import InfoRoutes
+from .protocol import Strict
 from .refusals import BUG, ApiError, ErrorReply, respond
 
 PAGE = Path(__file__).resolve().parent / "page.html"
@@ -77,6 +78,13 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     handlers = {HTTPException: _http_error, RequestValidationError: _invalid, ClientDisconnect: _client_left}
     app.exception_handlers |= {**handlers, Exception: _bug}
     return app
+
+
+def forms() -> dict[str, type[Strict]]:
+    """Return the form of each route that takes one, by its path."""
+    methods = [method for owner in (Api, InfoRoutes) for method in vars(owner).values()]
+    parameters = {m.route[0]: signature(m).parameters for m in methods if hasattr(m, "route")}
+    return {path: own["form"].annotation for path, own in parameters.items() if "form" in own}
 
 
 def _add_route(

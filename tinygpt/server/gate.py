@@ -25,10 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..aliases import OURS
-from ..errors import suggest
+from ..errors import RequestError, suggest
 from .api import Api
 from .client_fields import DROPPING, hint_of
-from .protocol import Strict
+from .protocol import SamplingFields, Strict
 from .refusals import ApiError, respond
 from .turns import HUGE, while_connected
 
@@ -303,11 +303,27 @@ def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
         known = form.model_validate_json(body, extra="ignore", context=DROPPING)
         return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        if errors[0]["type"] == "json_invalid":
+        if error.errors()[0]["type"] == "json_invalid":
             return body
-        errors = [{**wrong, "loc": ("body", *wrong["loc"])} for wrong in errors]
-        raise RequestValidationError(errors, body=json.loads(body)) from None
+        raise _of_body(error, json.loads(body)) from None
+
+
+def _of_body(error: ValidationError, body: Any) -> RequestValidationError:
+    errors = error.errors(include_url=False)
+    return RequestValidationError([{**wrong, "loc": ("body", *wrong["loc"])} for wrong in errors], body=body)
+
+
+def check_body(form: type[Strict], body: dict[str, Any]) -> None:
+    """Raise RequestError for a body of another form, or with a sampling field out of its bounds."""
+    try:
+        checked = form.model_validate(body)
+        if isinstance(checked, SamplingFields):
+            checked.sampling_params(lambda text: [0])
+    except ValidationError as error:
+        raise RequestError(from_validation(_of_body(error, body), form).detail) from None
+    except RequestError as error:
+        name = checked.name_of(error.field) if error.field else None
+        raise (error.named(name) if name else error) from None
 
 
 def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiError:

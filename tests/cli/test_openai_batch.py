@@ -1,0 +1,132 @@
+"""`generate --input` with OpenAI's batch lines: replies in its format of results, refusals, continued runs."""
+
+import json
+
+import pytest
+
+from support.tables import rows
+from tinygpt import LLM
+from tinygpt.cli import batch
+from tinygpt.cli import main as cli
+
+pytest.importorskip("fastapi")
+
+SEEDED = {"max_tokens": 6, "seed": 5, "model": "gpt-4o-mini"}
+CHAT = {"messages": [{"role": "user", "content": "The fox"}], **SEEDED}
+COMPLETION = {"prompt": "The fox", **SEEDED}
+
+
+def line(custom_id, url, body, method="POST"):
+    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+
+
+LINES = [
+    line("chat", "/v1/chat/completions", CHAT),
+    line("text", "/v1/completions", COMPLETION),
+    line("vector", "/v1/embeddings", {"model": "gpt-4o-mini", "input": "The fox"}),
+]
+LONG = line("long", "/v1/completions", {"prompt": "The fox", "max_tokens": 5000})
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def run(lines, *flags):
+        source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        code = cli.main(["generate", "--input", str(source), "--output", str(target), *flags])
+        records = [json.loads(record) for record in target.read_text().splitlines()] if code < 2 else []
+        return code, {record["custom_id"]: record for record in records}, capsys.readouterr().err
+
+    run.target = target
+    return run
+
+
+def test_replies_are_the_servers(run):
+    code, records, err = run(LINES)
+    assert code == 0
+    assert "tinygpt: demo answers requests to gpt-4o-mini\n" in err
+    assert records.keys() == {"chat", "text", "vector"}
+    for record in records.values():
+        assert record.keys() == {"id", "custom_id", "response", "error"}
+        assert (record["error"], record["response"]["status_code"]) == (None, 200)
+    bodies = {name: record["response"]["body"] for name, record in records.items()}
+    with LLM("demo") as llm:
+        asked = {"max_tokens": 6, "seed": 5, "temperature": 1.0}
+        (text,) = llm.generate(["The fox"], **asked)
+        vector = llm.embed(["The fox"])[0]
+    assert bodies["text"]["choices"][0]["text"] == text.outputs[0].text
+    assert bodies["chat"]["choices"][0]["message"]["content"] == text.outputs[0].text
+    assert bodies["chat"]["object"] == "chat.completion"
+    assert bodies["vector"]["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
+
+
+def test_flags_are_defaults_of_bodies(run):
+    body = {"prompt": "The fox", "max_tokens": 3}
+    code, records, _ = run([line("a", "/v1/completions", body)], "--seed", "5", "--max-tokens", "6", "-q")
+    (expected,) = run([line("a", "/v1/completions", body | {"seed": 5})], "--keep-order")[1].values()
+    assert code == 0
+    assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert records["a"]["response"]["body"]["choices"] == expected["response"]["body"]["choices"]
+
+
+def test_a_reply_with_an_error_is_a_record_and_the_others_are_done(run):
+    code, records, err = run([*LINES, LONG])
+    assert code == 1
+    assert {name: record["response"]["status_code"] for name, record in records.items()} == {
+        **dict.fromkeys(("chat", "text", "vector"), 200),
+        "long": 400,
+    }
+    error = records["long"]["response"]["body"]["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "1 of 4 prompts failed" in err
+
+
+def test_a_run_is_continued(run, monkeypatch):
+    run(LINES[:2])
+    before = run.target.read_bytes()
+    cut = before[: before.index(b"\n") + 20]  # as a killed run leaves it
+    run.target.write_bytes(cut)
+    code, records, err = run([*LINES, LONG])
+    assert (code, len(records)) == (1, 4)
+    assert "1 of 4 prompts skipped" in err
+    assert "ends in half a record of 19 bytes" in err
+    monkeypatch.setattr(batch, "load_llm", None)
+    assert run([*LINES, LONG])[0] == 1
+    code, _, err = run([LINES[2]])
+    assert code == 2
+    assert "which --input does not have: name another file" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    rows("""
+{"method": "GET"} | method is "GET" and must be "POST".
+{"url": "/v1/completion"} | url is "/v1/completion" and must be one of /v1/completions, /v1/chat/completions
+{"custom_id": null} | custom_id is null and must be a text.
+{"custom_id": "chat"} | custom_id 'chat' is already that of line 1.
+{"body": []} | body is [] and must be an object.
+{"bodi": {}} | unknown field "bodi"; did you mean body?
+{"body": {"prompt": "a", "stream": true}} | body.stream is true: the replies of a batch are whole.
+{"body": {"prompt": "a", "temprature": 1}} | unrecognized request argument: temprature; did you mean temperature?
+{"body": {"prompt": "a", "temperature": -5}} | temperature is -5.0 and must be 0 (greedy)
+{"body": {"max_tokens": 3}} | prompt is required.
+"""),
+)
+def test_an_impossible_line_is_refused_before_any_work(run, changes, message, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    wrong = line("wrong", "/v1/completions", {"prompt": "a"}) | changes
+    code, _, err = run([LINES[0], wrong])
+    assert code == 2
+    headline, told = err.splitlines()
+    assert "1 line of" in headline
+    assert told.startswith(f"  line 2: {message}")
+    assert not run.target.exists()
+
+
+@pytest.mark.parametrize("flags", [["--ray", "1"], ["--steer", "x.gguf"]])
+def test_flags_of_lines_with_a_prompt(run, flags, monkeypatch):
+    monkeypatch.setattr("tinygpt.cli.generate._edits", lambda args: [])
+    code, _, err = run(LINES, *flags)
+    assert code == 2
+    assert f"{flags[0]} is for lines with a prompt" in err

@@ -1,0 +1,225 @@
+"""`generate --input` with OpenAI's batch lines: the server's app answers each body, without a connection."""
+
+import argparse
+import asyncio
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError, how_to_install, suggest
+from ..fields import MAX_COUNT
+from ..sampling_params import SamplingParams
+from ..server.config import ServerConfig
+from .batch import Earlier, Run, read_earlier
+from .flags import FLAGS, compiling, load_llm
+from .streams import counted, log, rates, read_lines, read_object
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+FIELDS = ("custom_id", "method", "url", "body")
+FAILED = 400  # and above: the status of an error
+ACCESS_LOG = "tinygpt.server.access"
+
+
+def are_openais(content: bytes) -> bool:
+    """Return whether a file has such lines: by the first that is JSON."""
+    for line in content.split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            return isinstance(fields := json.loads(line), dict) and not {*FIELDS[:3]}.isdisjoint(fields)
+    return False
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    line: int
+    id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    request_id: str
+    body: Any
+
+    def line(self, custom_id: str) -> str:
+        """Return one line of JSON, in OpenAI's format of results."""
+        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        record = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": custom_id, "response": response}
+        return json.dumps(record | {"error": None}, ensure_ascii=False)
+
+
+class OpenAIRun(Run):
+    """A run whose `pending` are BatchRequests."""
+
+    @classmethod
+    def read(cls, path: Path, content: bytes, args: argparse.Namespace, params: SamplingParams) -> list[Any]:
+        """Return the requests of a file. Raise RequestError that lists every line with an error."""
+        if args.ray is not None or args.steer is not None:
+            flag = "--steer" if args.ray is None else "--ray"
+            raise RequestError(
+                f"{flag} is for lines with a prompt: --input {path} has OpenAI's, with a body."
+            )
+        try:
+            from ..server.app import forms
+            from ..server.gate import check_body
+        except ImportError as error:
+            needs = f"OpenAI's lines in --input {path} need {error.name}"
+            raise RequestError(f"{needs}, which comes with: {how_to_install('serve')}.") from None
+        form_of = forms()
+        defaults = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
+        if params.soft_prompt is not None:
+            defaults["soft_prompt"] = params.soft_prompt
+        line_of: dict[str, int] = {}
+
+        def request(number: int, line: bytes) -> BatchRequest:
+            fields = read_object(line, ())
+            unknown = [name for name in fields if name not in FIELDS and fields[name] is not None]
+            if unknown:
+                raise RequestError(
+                    f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], FIELDS) or '.'}"
+                )
+            custom_id, method, url, body = map(fields.get, FIELDS)
+            if not isinstance(custom_id, str) or not custom_id:
+                raise RequestError(f"custom_id is {json.dumps(custom_id)} and must be a text.")
+            if method not in (None, "POST"):
+                raise RequestError(f'method is {json.dumps(method)} and must be "POST".')
+            if url not in form_of:
+                raise RequestError(f"url is {json.dumps(url)} and must be one of {', '.join(form_of)}.")
+            if not isinstance(body, dict):
+                raise RequestError(f"body is {json.dumps(body)[:100]} and must be an object.")
+            if body.get("stream"):
+                raise RequestError("body.stream is true: the replies of a batch are whole.")
+            form = form_of[url]
+            body = {name: value for name, value in defaults.items() if name in form.model_fields} | body
+            check_body(form, body)
+            if custom_id in line_of:
+                raise RequestError(f"custom_id {custom_id!r} is already that of line {line_of[custom_id]}.")
+            line_of[custom_id] = number
+            return BatchRequest(number, custom_id, url, body)
+
+        lines = enumerate(content.split(b"\n"), 1)
+        return read_lines(path, {n: partial(request, n, line) for n, line in lines if line.strip()})
+
+    @classmethod
+    def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:
+        return read_earlier(path, requests, args.model, args.dtype, _record_in, _check_record)
+
+    def answer(self) -> int:
+        llm, load_seconds = load_llm(self.args)
+        from ..server.app import create_app
+
+        names = dict.fromkeys(filter(None, (request.body.get("model") for request in self.pending)))
+        others = [name for name in names if name not in (self.args.model, *llm.lora_modules)]
+        if others:
+            log(f"{self.args.model} answers requests to {', '.join(others)}")
+        served = tuple(dict.fromkeys((self.args.model, *others)))
+        config = ServerConfig(served_model_names=served, max_body_bytes=MAX_COUNT)
+        num_failed = 0
+        before = llm.engine.throughput
+
+        def record(i: int, reply: Reply) -> str:
+            nonlocal num_failed
+            num_failed += reply.status >= FAILED
+            return reply.line(self.pending[i].id)
+
+        most = 2 * llm.engine.engine_config.max_num_seqs  # as many wait as run
+        with _replies(create_app(llm, config), self.pending, most) as replies:
+            self.write_all(replies, record)
+        done = f"{counted(len(self.pending), 'request')}: {rates(llm.engine.throughput - before)}"
+        log(f"{done}; load {load_seconds:.2f} s{compiling(self.args)}")
+        return num_failed
+
+
+def _record_in(line: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record["custom_id"], str):
+            status = record["response"]["status_code"]
+            failure = {"error": status} if status >= FAILED else {}
+            return {"id": record["custom_id"], "dtype": "auto"} | failure
+    return None
+
+
+def _check_record(place: str, record: dict[str, Any], prompt_of: dict[Any, Any], *_: Any) -> None:
+    if record["id"] not in prompt_of:
+        message = (
+            f"{place} answers custom_id {record['id']!r}, which --input does not have: name another file."
+        )
+        raise RequestError(message)
+
+
+@contextmanager
+def _replies(
+    app: "FastAPI", requests: list[BatchRequest], most: int
+) -> Iterator[Iterator[tuple[int, Reply]]]:
+    """Yield the replies with their index, as they finish. At the end, those under way are given up."""
+    finished: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
+    loop = asyncio.new_event_loop()
+
+    async def ask_all() -> None:
+        places = asyncio.Semaphore(most)
+
+        async def ask(i: int, request: BatchRequest) -> None:
+            async with places:
+                finished.put((i, await _ask(app, request)))
+
+        await asyncio.gather(*(ask(i, request) for i, request in enumerate(requests)))
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(ask_all(),), daemon=True)
+    access_log = logging.getLogger(ACCESS_LOG)
+    access_log.disabled = True
+    thread.start()
+    try:
+        yield (finished.get() for _ in requests)
+    finally:
+        api = app.state.api
+        api.is_draining = True
+        if thread.is_alive():
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(api.stop_all)
+        thread.join()
+        loop.close()
+        access_log.disabled = False
+
+
+async def _ask(app: "FastAPI", request: BatchRequest) -> Reply:
+    """Return the app's reply to a request that arrives whole, of a client that stays."""
+    body = json.dumps(request.body).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": request.url,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    parts = [{"type": "http.request", "body": body}]
+    messages: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    with suppress(Exception):  # a bug: the app has replied with status 500
+        await app(scope, receive, send)
+    start, *bodies = messages
+    content = b"".join(message.get("body", b"") for message in bodies)
+    headers = dict(start["headers"])
+    return Reply(start["status"], headers[b"x-request-id"].decode(), json.loads(content))
