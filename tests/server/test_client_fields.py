@@ -245,6 +245,26 @@ def test_a_model_that_sees_no_tools_answers_with_a_text(server, llm, choice, cap
         )
 
 
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_a_response_of_a_model_that_sees_no_tools_is_a_text(server, llm, choice, caplog):
+    flat = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+    asked = {"input": "Once", "max_output_tokens": 5, "temperature": 0}
+    tools = asked | {"tools": flat, **choice}
+    text = server.ask(RESPONSES, asked).json["output"][0]["content"]
+    assert server.ask(RESPONSES, tools).json["output"][0]["content"] == text
+    assert ("sees no tools" in caplog.text) == (choice != {"tool_choice": "none"})
+    forced = server.ask(RESPONSES, tools | {"tool_choice": "required"})
+    assert (forced.status, forced.error["param"]) == (400, "tool_choice")
+    shown = {"chat_template": ChatTemplate(SHOWN, {})}
+    for config in ({"strict_tools": True}, shown):
+        with served(llm, **config) as other:
+            reply = other.ask(RESPONSES, tools)
+            if "none" in choice.values():
+                assert reply.status == 200
+            else:
+                assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
 def test_a_clients_word_for_any_model_is_any(server):
     reply = server.ask(CHAT, ASKED[CHAT] | {"model": "dummy"})
     assert (reply.status, reply.json["model"]) == (200, "demo")

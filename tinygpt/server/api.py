@@ -27,6 +27,7 @@ from ..sampling_params import SamplingParams
 from ..text.chat import PlainTemplate, chat_ids
 from . import protocol
 from .chats import Chat, ChatRequest, Responses, ResponsesRequest
+from .client_fields import CHAT_TOOLS
 from .config import ServerConfig
 from .monitoring import Metrics, RunningRequest
 from .refusals import RETRY, ApiError, from_engine
@@ -37,6 +38,7 @@ log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 FILLING = -1  # llama.cpp's number of tokens that fill the context, and vLLM's of a prompt
 ANY_MODEL = "dummy"  # of huggingface_hub's client
+SEES_NO_TOOLS = "sees no tools: a chat with tools is answered by a text"
 MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
@@ -147,7 +149,7 @@ class Api:
         if problem := form.tool_problem(self.shows_tools or is_lenient):
             raise ApiError(400, problem, "tool_choice")
         if form.may_call and not self.shows_tools:
-            log.warning(f"{self.model_name} sees no tools: a chat with tools is answered by a text")
+            log.warning(f"{self.model_name} {SEES_NO_TOOLS}")
         max_tokens = form.max_completion_tokens or form.max_tokens
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         return await self._converse(Chat, max_tokens, form, request, logprobs=logprobs)
@@ -155,6 +157,10 @@ class Api:
     @route("/v1/responses", "POST")
     async def responses(self, form: ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
+        if form.tools and form.tool_choice != "none":
+            if self.config.strict_tools or self.shows_tools:
+                raise ApiError(400, f"tools are not shown to the model here: {CHAT_TOOLS}.", "tools")
+            log.warning(f"{self.model_name} {SEES_NO_TOOLS}")
         return await self._converse(Responses, form.max_tokens, form, request)
 
     @route("/generate", "POST")

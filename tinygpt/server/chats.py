@@ -29,7 +29,18 @@ from .protocol import (
     items,
 )
 from .replies import LOWEST, Job, Logprobs, Made, TokenNames, event, tokens_of, usage
-from .tool_calls import AllowedTools, Function, PastCall, Tool, ToolCall, ToolChoice, functions_of, schema_of
+from .tool_calls import (
+    AllowedTools,
+    FlatTool,
+    Function,
+    PastCall,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    functions_of,
+    none_of,
+    schema_of,
+)
 
 # Fields of all of OpenAI's Responses.
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
@@ -182,6 +193,7 @@ class ResponsesRequest(with_foreign("a response", with_foreign("any request", Sa
     )
     metadata: dict[str, str] | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FlatTool] | None, BeforeValidator(none_of)] = None
     n: None = None
     logprobs: None = None
     prompt_logprobs: None = None

@@ -78,7 +78,6 @@ FOREIGN = {
     "a response": ForeignFields(
         "parallel_tool_calls max_tool_calls reasoning background_options access_programs",
         {
-            "tools": RefusedField(CHAT_TOOLS),
             "tool_choice": RefusedField(CHAT_TOOLS, "auto"),
             "image": TEXTS_ALONE,
             "include": RefusedField("a response has its text alone"),

@@ -32,6 +32,17 @@ class Tool(Strict):
     cache_control: Any = Field(None, exclude=True)
 
 
+class FlatTool(Function):
+    """A tool of a response."""
+
+    type: Literal["function"]
+
+
+def none_of(tools: Any, info: ValidationInfo) -> Any:
+    """Return a response's tools, and None for those of a DROPPING request."""
+    return None if info.context == DROPPING else tools
+
+
 def functions_of(tools: Any, info: ValidationInfo) -> Any:
     """Return the tools, of a DROPPING request without those of other types."""
     if info.context != DROPPING or not isinstance(tools, list):
