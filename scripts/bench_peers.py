@@ -47,6 +47,7 @@ from tinygpt.weights.config import PRECISIONS
 from tinygpt.weights.families.gpt2 import model_config
 
 PAUSE = 0.3  # seconds: OpenMP threads without work spin for 0.2 s
+TOO_SLOW = 20  # times our milliseconds
 AGREEMENT_PROMPT = 50
 
 
@@ -138,7 +139,7 @@ def floor(
 
 
 class Engines:
-    """The processes of one dtype. An engine that fails is absent from then on."""
+    """The processes of one dtype. An engine that fails, or is far slower than ours, is absent from then on."""
 
     def __init__(self, setup: Setup, dtype: str, threads: int, logs: Path, cache: str | None = None):
         logs.mkdir(parents=True, exist_ok=True)
@@ -168,6 +169,7 @@ class Engines:
             for name in list(self.workers):
                 ms = self._call(name, case.call, ids=ids, **arguments)
                 row.ms[name] += [ms] * (turn > 0 and ms is not None)
+            self._leave_out_slow(row)
             if OURS.name in self.workers:
                 now = self._call(OURS.name, "limits") or {}
                 self.limits |= {kind: max(rate, self.limits.get(kind, 0)) for kind, rate in now.items()}
@@ -179,9 +181,23 @@ class Engines:
         try:
             return self.workers[name].call(method, **arguments)
         except PeerError as error:
-            self.setup.absent[name, self.dtype] = str(error)
-            say(f"{name} {self.dtype} is absent: {error}")
-            self.workers.pop(name).close()
+            self._leave_out(name, str(error))
+
+    def _leave_out_slow(self, row: Row) -> None:
+        """Judge measured turns alone: some engines compile during the warm-up."""
+        ours = row.ms.get(OURS.name)
+        for name in list(self.workers):
+            times = row.ms[name]
+            if ours and times and min(times) > TOO_SLOW * min(ours):
+                text = (
+                    f"{row.case} took {min(times):.0f} ms, over {TOO_SLOW} times ours of {min(ours):.1f} ms"
+                )
+                self._leave_out(name, text)
+
+    def _leave_out(self, name: str, why: str) -> None:
+        self.setup.absent[name, self.dtype] = why
+        say(f"{name} {self.dtype} is absent: {why}")
+        self.workers.pop(name).close()
 
     def _token_ids(self, batch: int, prompt: int) -> list[list[int]]:
         return (

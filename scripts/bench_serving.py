@@ -2,26 +2,33 @@
 
     python scripts/bench_serving.py                                   # the demo: 1, 8 and 32 clients
     python scripts/bench_serving.py --model gpt2 --dtype int8 --rates 2 8
+    python scripts/bench_serving.py --model FOLDER --dtype float32 --rates 4 --vllm PYTHON
     python scripts/bench_serving.py --other llama.cpp http://127.0.0.1:8080 '{"ignore_eos": true}'
 
 `tinygpt serve` is started for the measurement; --other names running servers with OpenAI's /v1/completions, and the
-fields that keep a text from ending early. Every load goes to each server in turn, with the same prompts: closed loops
-(each client sends its next request after a reply) and open loops (requests arrive at random, at a rate). Client and
-servers share this machine. The table has medians of the repeats.
+fields that keep a text from ending early. --vllm starts vLLM's server, too, with the Python of the environment that
+bench_peers.py has made for it: environments/vllm/bin/python in its work folder. Every load goes to each server in turn,
+with the same prompts: closed loops (each client sends its next request after a reply) and open loops (requests arrive
+at random, at a rate). Client and servers share this machine. The table has medians of the repeats.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text
@@ -44,6 +51,7 @@ WORDS = (
     "case",
 )
 OURS, LIBRARY = "tinygpt serve", "LLM.generate"
+OUR_FIELDS = {"ignore_eos": True, "stream_options": {"include_usage": True}}  # and vLLM's
 
 
 @dataclass
@@ -180,6 +188,39 @@ def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[st
     return {"failed": 0, "tokens/s": args.each * clients * args.new_tokens / (time.perf_counter() - start)}
 
 
+@contextmanager
+def vllm_served(args: argparse.Namespace, slots: int) -> Iterator[str]:
+    """Yield the URL of vLLM's server, whose output goes to stderr."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [args.vllm, "-m", "vllm.entrypoints.cli.main", "serve", args.model, "--port", port]
+    command += ["--dtype", args.dtype, "--no-enable-prefix-caching", "--max-num-seqs", str(slots)]
+    threads = str(thread_count(args.threads))
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    process = subprocess.Popen(command, stdout=sys.stderr, env=os.environ | variables)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not answers(f"{url}/health"):
+            if process.poll() is not None:
+                raise SystemExit("vLLM did not start: its output says why")
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
 def compare(
     args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
@@ -225,6 +266,7 @@ def main() -> None:
     add("--dtype", default="auto")
     add("--threads", type=int)
     add("--other", nargs=3, action="append", default=[], metavar=("NAME", "URL", "FIELDS"))
+    add("--vllm", metavar="PYTHON", help="start vLLM's server with this Python")
     add("--clients", type=int, nargs="*", default=[1, 8, 32], help="of closed loops")
     add("--rates", type=float, nargs="*", default=[], help="requests a second, of open loops")
     add("--seconds", type=float, default=10.0, help="of an open loop")
@@ -241,8 +283,17 @@ def main() -> None:
     with ExitStack() as stack:
         sizes = {"max_num_seqs": slots, "prefix_cache_seqs": 0}
         llm = stack.enter_context(LLM(args.model, args.dtype, threads=args.threads, **sizes))
+        starts = time.perf_counter()
         url, _ = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
-        servers = {OURS: (url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
+        print(f"{OURS} serves after {time.perf_counter() - starts:.1f} s")
+        servers = {OURS: (url, OUR_FIELDS)}
+        if args.vllm:
+            starts = time.perf_counter()
+            servers["vLLM"] = (
+                stack.enter_context(vllm_served(args, slots)),
+                {**OUR_FIELDS, "model": args.model},
+            )
+            print(f"vLLM serves after {time.perf_counter() - starts:.1f} s")
         servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
         rows = compare(args, llm, servers)
     print(markdown(rows))

@@ -300,6 +300,62 @@ class Onnxruntime(SteppingEngine):
         return logits.numpy()
 
 
+class OnnxruntimeGenai(SteppingEngine):
+    """The generation loop of onnxruntime-genai over the same graph: its own builder does not know GPT-2."""
+
+    @staticmethod
+    def make(source: Path, folder: Path, dtype: str) -> None:
+        Onnxruntime.make(source, folder, dtype)
+        config = json.loads((folder / "config.json").read_text())
+        heads, size = config["n_head"], config["n_embd"]
+        inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids")}
+        decoder = {
+            "filename": "model.onnx",
+            "session_options": {},
+            "hidden_size": size,
+            "head_size": size // heads,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "num_hidden_layers": config["n_layer"],
+            "inputs": {**inputs, "past_names": "past_%d"},
+            "outputs": {"logits": "logits", "present_names": "present_%d"},
+        }
+        context = {"context_length": config["n_positions"], "vocab_size": config["vocab_size"]}
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), config["vocab_size"] - 1)
+        model = {"type": "gpt2", **context, **ends, "decoder": decoder}
+        search = {"max_length": config["n_positions"], "past_present_share_buffer": False}
+        (folder / "genai_config.json").write_text(json.dumps({"model": model, "search": search}))
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        import onnxruntime_genai
+
+        self.library = onnxruntime_genai
+        config = onnxruntime_genai.Config(str(folder))
+        options = {"session_options": {"intra_op_num_threads": threads}}
+        config.overlay(json.dumps({"model": {"decoder": options}}))
+        self.model = onnxruntime_genai.Model(config)
+        self.context = json.loads((folder / "config.json").read_text())["n_positions"]
+
+    def start(self, ids: list[list[int]]) -> None:
+        self._append(ids)
+        self.step()
+
+    def step(self) -> None:
+        self.generator.generate_next_token()
+        self.tokens = self.generator.get_next_tokens()
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        self._append([ids])
+        return self.generator.get_logits()[0, -1].tolist()
+
+    def _append(self, ids: list[list[int]]) -> None:
+        length = min(len(ids[0]) + MOST_NEW, self.context)
+        params = self.library.GeneratorParams(self.model)
+        params.set_search_options(batch_size=len(ids), min_length=length, max_length=length, do_sample=False)
+        self.generator = self.library.Generator(self.model, params)
+        self.generator.append_tokens(np.array(ids, np.int32))
+
+
 class Openvino(SteppingEngine):
     """Optimum's stateful export, whose head takes the last position alone. INT8 and INT4: weights, by NNCF."""
 
@@ -407,6 +463,41 @@ class Ctranslate2:
         tokens = [[str(i) for i in row] for row in ids]
         lengths = {"min_length": new, "max_length": new}
         self.generator.generate_batch(tokens, **lengths, include_prompt_in_result=False, **options)
+
+
+class Vllm:
+    """vLLM's LLM class in this process, with scheduling and sampling, as tinygpt's is measured."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        os.environ.update(own | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"})
+        from vllm import LLM
+
+        sizes = {"max_num_batched_tokens": MAX_STEP_TOKENS, "max_num_seqs": 32}
+        logits = {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+        more = {"enable_prefix_caching": False, "skip_tokenizer_init": True, "disable_log_stats": False}
+        self.llm = LLM(str(folder), dtype=dtype, **sizes, **logits, **more)
+
+    def prefill_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self._generate(ids, 1))
+
+    def step_ms(self, ids: list[list[int]], new: int) -> float:
+        """Time from the last sequence's first token to its last."""
+        metrics = [output.metrics for output in self._generate(ids, new)]
+        return (
+            1e3 * (max(m.last_token_ts for m in metrics) - max(m.first_token_ts for m in metrics)) / (new - 1)
+        )
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        (output,) = self._generate([ids], 1, logprobs=-1)
+        (logits,) = output.outputs[0].logprobs
+        return [logits[i].logprob for i in range(len(logits))]
+
+    def _generate(self, ids: list[list[int]], new: int, **options: Any) -> list:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **options)
+        return self.llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
 
 
 def fill_ctranslate2(decoder: Any, tensors: dict[str, np.ndarray]) -> None:

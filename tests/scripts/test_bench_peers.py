@@ -23,13 +23,16 @@ from peers.setup import (
     OUR_LOOK,
     OURS,
     PEERS,
+    TORCH,
     Peer,
     PeerError,
     Setup,
     convert,
     held_to_avx2,
+    locked,
     prepare,
     provide_folder,
+    provide_python,
     run_logged,
 )
 
@@ -89,7 +92,7 @@ def test_the_table_lists_the_absent_and_marks_the_best():
 
 def test_peers_held_to_avx2_are_switched_built_or_left_out():
     held = {peer.name: peer for peer in held_to_avx2(PEERS)}
-    assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime", "torch.compile"}
+    assert set(held) == {"transformers", "openvino", "ctranslate2", "llama.cpp"}
     assert "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" in held["llama.cpp"].build_variables["CMAKE_ARGS"]
     assert (held["llama.cpp"].build, held["ctranslate2"].build) == ("-avx2", "")
     assert held["transformers"].dtypes == held["openvino"].dtypes == ("float32",)
@@ -132,6 +135,52 @@ def test_an_engine_that_fails_is_absent_from_then_on(tmp_path, monkeypatch):
     assert engines.measure(DECODE_1, 1).ms == {"dead": []}
     assert engines.measure(DECODE_1, 1).ms == {}
     assert "has no attribute 'Gone'" in setup.absent["dead", "int8"]
+
+
+def test_a_peer_over_twenty_times_slower_than_ours_is_left_out_of_its_dtype(tmp_path, monkeypatch):
+    class Fixed:
+        def __init__(self, place, *_):
+            self.times = iter(place)
+
+        def call(self, method, **_):
+            return {} if method == "limits" else next(self.times)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench_peers, "PAUSE", 0)
+    monkeypatch.setattr(bench_peers, "Worker", Fixed)
+    # The first time of each is of the warm-up, in which an engine may compile.
+    times = {"tinygpt": [9.0, 2.0, 2.0, 2.0], "slow": [1.0, 41.0], "compiled": [900.0, 40.0, 40.0, 40.0]}
+    setup = Setup(tmp_path, {"vocab_size": 10}, {(name, "int8"): each for name, each in times.items()})
+    measured = Engines(setup, "int8", 1, tmp_path / "logs").measure(DECODE_1, 3)
+    assert measured.ms == {"tinygpt": [2.0] * 3, "slow": [41.0], "compiled": [40.0] * 3}
+    assert setup.absent == {("slow", "int8"): "decode, batch 1 took 41 ms, over 20 times ours of 2.0 ms"}
+
+
+def test_two_runs_prepare_one_after_the_other(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    with locked(tmp_path), (tmp_path / "lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_torch_is_downloaded_once_for_all_environments(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, log, variables):
+        commands.append(command)
+        if "download" in command:
+            (Path(command[command.index("--dest") + 1]) / "torch-2.13.0.whl").touch()
+
+    monkeypatch.setattr("peers.setup.run_logged", run)
+    monkeypatch.setattr("peers.setup.venv.create", lambda folder, **_: folder.mkdir(parents=True))
+    for name in ("a", "b"):
+        provide_python(Peer(name, "Gone", (f"{name}==1", TORCH), ("int8",)), tmp_path)
+    wheel = str(tmp_path / "wheels" / "torch-2.13.0.whl")
+    assert [command[3] for command in commands] == ["download", "install", "install"]
+    assert [command[-2:] for command in commands[1:]] == [["a==1", wheel], ["b==1", wheel]]
 
 
 @pytest.fixture(scope="module")

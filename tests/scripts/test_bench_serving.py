@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,4 +66,32 @@ def test_server_and_library_take_turns(monkeypatch, capsys, tmp_path):
         ("2 clients", OURS), ("2 clients", LIBRARY), ("20 requests/s", OURS)
     ]  # fmt: skip
     assert all(row["failed"] == 0 and row["tokens/s"] > 0 for row in rows)
-    assert markdown(rows) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert markdown(rows) in printed
+    assert printed.splitlines()[2].startswith(f"{OURS} serves after ")
+
+
+PRETENDER = """#!{python}
+import http.server, json, os, sys
+assert sys.argv[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and os.environ["OMP_NUM_THREADS"] == "1"
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_vllm_is_started_waited_for_and_ended(tmp_path):
+    """A program in place of vLLM's Python, which answers /health on the port of the flags."""
+    program = tmp_path / "python"
+    program.write_text(PRETENDER.format(python=sys.executable))
+    program.chmod(0o700)
+    args = SimpleNamespace(vllm=str(program), model="folder", dtype="float32", threads=1)
+    with bench_serving.vllm_served(args, 4) as url:
+        assert bench_serving.answers(f"{url}/health")
+        assert not bench_serving.answers(f"{url}/other")
+    assert not bench_serving.answers(f"{url}/health")
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(SystemExit, match="did not start"), bench_serving.vllm_served(args, 4):
+        pass
