@@ -349,24 +349,6 @@ def test_a_long_text_is_read_without_a_refusal(server, llm, visit):
 
 
 @pytest.mark.parametrize("most", [3, 0])
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
-def test_the_candidates_cover_no_word_that_follows(server, visit, width, height):
-    visitor = visit(server, viewport={"width": width, "height": height})
-    visitor.click(3)
-    popup, sheet = (visitor.page.locator(name).bounding_box() for name in ("#candidates", "#sheet"))
-    end = visitor.page.locator(".word").last.bounding_box()
-    assert popup["x"] >= sheet["x"] + sheet["width"] or popup["y"] >= end["y"] + end["height"]
-    if width == 1280:
-        assert sheet["height"] > height / 2  # it fills the window
-
-
-def test_a_long_text_is_read_without_a_refusal(server, llm, visit):
-    """The visitor's console holds no status 400."""
-    visitor = visit(server, " ".join([TEXT] * 100))
-    expect(visitor.page.locator("#note")).to_be_visible()
-    assert [body.get("overflow") for body in visitor.asked if "max_tokens" in body][:1] == [None]
-
-
 def test_no_more_candidates_than_the_server_tells(llm, visit, most):
     with served(llm, max_logprobs=most) as server:
         visitor = visit(server)
