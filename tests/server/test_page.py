@@ -332,7 +332,7 @@ def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width,
 
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
 def test_the_candidates_cover_no_word_that_follows(server, visit, width, height):
-    visitor = visit(server, viewport={"width": width, "height": height})
+    visitor = visit(server, " ".join([TEXT] * 5), viewport={"width": width, "height": height})
     visitor.click(3)
     popup, sheet = (visitor.page.locator(name).bounding_box() for name in ("#candidates", "#sheet"))
     end = visitor.page.locator(".word").last.bounding_box()
