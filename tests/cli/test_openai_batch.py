@@ -108,7 +108,7 @@ def test_a_run_is_continued(run, monkeypatch):
 {"body": []} | body is [] and must be an object.
 {"bodi": {}} | unknown field "bodi"; did you mean body?
 {"body": {"prompt": "a", "stream": true}} | body.stream is true: the replies of a batch are whole.
-{"body": {"prompt": "a", "temprature": 1}} | unrecognized request argument: temprature; did you mean temperature?
+{"body": {"prompt": "a", "seeed": 1}} | unrecognized request argument: seeed; did you mean seed?
 {"body": {"prompt": "a", "temperature": -5}} | temperature is -5.0 and must be 0 (greedy)
 {"body": {"max_tokens": 3}} | prompt is required.
 """),

@@ -330,10 +330,9 @@ def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width,
     )  # the popup's event comes later
 
 
-@pytest.mark.parametrize("most", [3, 0])
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
 def test_the_candidates_cover_no_word_that_follows(server, visit, width, height):
-    visitor = visit(server, viewport={"width": width, "height": height})
+    visitor = visit(server, " ".join([TEXT] * 5), viewport={"width": width, "height": height})
     visitor.click(3)
     popup, sheet = (visitor.page.locator(name).bounding_box() for name in ("#candidates", "#sheet"))
     end = visitor.page.locator(".word").last.bounding_box()
@@ -349,6 +348,7 @@ def test_a_long_text_is_read_without_a_refusal(server, llm, visit):
     assert [body.get("overflow") for body in visitor.asked if "max_tokens" in body][:1] == [None]
 
 
+@pytest.mark.parametrize("most", [3, 0])
 def test_no_more_candidates_than_the_server_tells(llm, visit, most):
     with served(llm, max_logprobs=most) as server:
         visitor = visit(server)
