@@ -36,7 +36,6 @@ SHARED = "float32"  # whose process compiles the kernels of choosing tokens
 
 Objects = dict[str, bytes]  # by their names in an archive
 SECONDS = 25  # of a core, for a build
-LOOKED = ("float32",)  # whose steps are also compiled with hooks, for `lens` and `serve --look`
 
 
 @dataclass(frozen=True)
@@ -297,9 +296,8 @@ def call_kernels(dtype: str) -> None:
     logits = cpu.forward(params, batch, kv_cache, workspace)
     if dtype == SHARED:
         choose_tokens(logits)
-    if dtype in LOOKED:
-        look = mock.Mock(points={("resid_pre", 0)}, changes=False, first=0)
-        cpu.forward(params, batch, kv_cache, workspace, look)
+    look = mock.Mock(points={("resid_pre", 0)}, changes=False, first=0)
+    cpu.forward(params, batch, kv_cache, workspace, look)
 
 
 def choose_tokens(logits) -> None:

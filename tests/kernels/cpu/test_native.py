@@ -53,10 +53,10 @@ print(hashlib.sha256(logits.tobytes() + repr([plain, drawn]).encode()).hexdigest
 """
 
 
-def run(dtype: str, threads: int = 2, **environment: str) -> list[str]:
+def run(dtype: str, threads: int = 2, program: str = RUN, **environment: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     kept["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", "")
-    command = [sys.executable, "-c", RUN, dtype, str(threads)]
+    command = [sys.executable, "-c", program, dtype, str(threads)]
     done = subprocess.run(
         command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=True
     )
@@ -129,6 +129,25 @@ def test_starts_of_several_threads_and_processes_at_once():
         starts = list(pool.map(lambda threads: run("bfloat16", threads), [1, 2, 4] * 2))
     assert len(set(map(tuple, starts))) == 1
     assert starts[0][1] == "False"
+
+
+LOOK = """
+import sys
+from tinygpt import LLM
+with LLM("demo", sys.argv[1], max_num_seqs=1) as llm:
+    _, cache = llm.run_with_cache("Once")
+    cache.logit_lens()
+print("numba" in sys.modules)
+"""
+
+
+@NEEDS_OBJECTS
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int4"))]
+)
+def test_looks_start_without_numba(dtype):
+    """As `lens` and `serve --look` do."""
+    assert run(dtype, program=LOOK) == ["False"]
 
 
 class Pair(NamedTuple):
