@@ -118,23 +118,21 @@ def read_manifest() -> dict[str, Any]:
 
 def void_builds(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the builds that have an object of other sources, or of other versions than this process has."""
-    if differences(manifest):
-        return builds()
-    return [build for build in builds() if other_sources(manifest, *build)]
-
-
-def other_sources(manifest: dict[str, Any], target: str, dtype: str) -> bool:
     from tinygpt.kernels.cpu.keys import of_sources
-    from tinygpt.kernels.cpu.native import SOURCES
+    from tinygpt.kernels.cpu.native import SOURCES, asked_of
 
-    members = manifest["targets"].get(target, {}).get("objects", {}).get(dtype, {})
-    return not members or len(of_sources(members, asked(target), SOURCES.parent)) < len(members)
+    void = []
+    for target, dtype in builds():
+        members = objects_of(manifest, target).get(dtype, {})
+        right = of_sources(members, asked_of(target, vars(BUILDS[target])), SOURCES.parent)
+        if len(right) < len(members) or not members or differences(manifest):
+            void.append((target, dtype))
+    return void
 
 
-def asked(target: str) -> list[str]:
-    from tinygpt.kernels.cpu.native import asked_of
-
-    return asked_of(target, {"cpu": BUILDS[target].cpu, "features": BUILDS[target].features})
+def objects_of(manifest: dict[str, Any], target: str) -> dict[str, dict[str, str]]:
+    """Return the hash of each object's bytes by its dtype and name."""
+    return manifest["targets"].get(target, {}).get("objects", {})
 
 
 def update(chosen: list[tuple[str, str]]) -> None:
@@ -147,7 +145,7 @@ def update(chosen: list[tuple[str, str]]) -> None:
         row = BUILDS[target]
         archive = FOLDER / f"{target.lower().replace(' ', '-')}.zip.xz"
         dtypes = {dtype: objects for (of, dtype), objects in built.items() if of == target}
-        kept = manifest["targets"].get(target, {}).get("objects", {}).keys() - dtypes.keys()
+        kept = objects_of(manifest, target).keys() - dtypes.keys()
         dtypes |= {dtype: shipped(manifest, target, dtype) for dtype in kept}
         archive.write_bytes(lzma.compress(write_objects(united(dtypes.values())), preset=9))
         manifest["targets"][target] = {
@@ -155,7 +153,7 @@ def update(chosen: list[tuple[str, str]]) -> None:
             "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
             "cpu": row.cpu,
             "features": row.features,
-            "objects": {dtype: digests(dtypes[dtype]) for dtype in sorted(dtypes)},
+            "objects": {dtype: hashes(dtypes[dtype]) for dtype in sorted(dtypes)},
         }
         print(f"{target}: {archive.stat().st_size / 1000:.0f} kB", file=sys.stderr)
     targets = {target: manifest["targets"][target] for target in BUILDS}
@@ -172,7 +170,7 @@ def united(parts: Iterable[Objects]) -> Objects:
     return objects
 
 
-def digests(objects: Objects) -> dict[str, str]:
+def hashes(objects: Objects) -> dict[str, str]:
     return {name: hashlib.sha256(objects[name]).hexdigest() for name in sorted(objects)}
 
 
@@ -194,10 +192,8 @@ def check(chosen: list[tuple[str, str]], is_pinned: bool) -> int:
     if void := void_builds(manifest):
         print(f"of other sources, build_kernels.py builds them: {void}", file=sys.stderr)
         return 1
-    differing = []
-    for build, objects in compile_builds(chosen).items():
-        if digests(objects) != digests(shipped(manifest, *build)):
-            differing.append(build)
+    built = compile_builds(chosen)
+    differing = [build for build in chosen if built[build] != shipped(manifest, *build)]
     print(f"compared: {chosen}; other bytes: {differing or 'none'}", file=sys.stderr)
     return int(bool(differing))
 
@@ -264,15 +260,16 @@ def compile_all(file: Path, target: str, dtype: str) -> None:
         from tinygpt.kernels.cpu import jit
 
     from tinygpt.kernels.cpu.keys import Sources
-    from tinygpt.kernels.cpu.native import SOURCES, named, words_of
+    from tinygpt.kernels.cpu.native import SOURCES, asked_of, named, words_of
 
+    asked = asked_of(target, vars(row))
     sources = Sources(SOURCES.parent)
     objects: Objects = {}
 
     def compile_only(kernel, *arguments):
         words, layout = words_of(arguments)
         name = f"{kernel.__module__}.{kernel.__qualname__}"
-        member = f"{named(name, layout)}-{sources.key(name, asked(target))}"
+        member = f"{named(name, layout)}-{sources.key(name, asked)}"
         if member not in objects:
             objects[member] = compile_kernel(kernel, arguments, len(words))
             print(member, len(objects[member]), file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ name in its module: a key may stand for too much, and never for too little. Sour
 differ between versions of Python, and `ast` takes 0.4 s, in place of 0.03.
 """
 
+import functools
 import hashlib
 import re
 from collections import defaultdict
@@ -13,10 +14,15 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 ROOM = "kernels"
-COMPILER, LOADER = (f"{ROOM}.cpu.compiler", f"{ROOM}.cpu.native")
-# Of the modules that compile and load, this alone reaches machine code.
-ASKED = [(COMPILER, name) for name in ("KERNEL_OPTIONS", "PART_OPTIONS", "new_choice")]
-ASKED += [(LOADER, name) for name in ("ENTRY", "words_of")]
+LOADERS = {"kernels.cpu.compiler", "kernels.cpu.native"}
+# What of these modules reaches machine code.
+ASKED = [
+    "compiler.KERNEL_OPTIONS",
+    "compiler.PART_OPTIONS",
+    "compiler.new_choice",
+    "native.ENTRY",
+    "native.words_of",
+]
 SHORT = """{q}[^{q}\\\\\n]*(?:\\\\.[^{q}\\\\\n]*)*{q}"""
 LONG = """{q}{q}{q}[^{q}\\\\]*(?:(?:\\\\.|{q}(?!{q}{q}))[^{q}\\\\]*)*{q}{q}{q}"""
 STRINGS = [kind.format(q=quote) for kind in (LONG, SHORT) for quote in "\"'"]
@@ -46,23 +52,23 @@ def statements(source: str) -> list[str]:
 
 
 class Module:
-    """What the words of a module stand for: statements, and words of other modules."""
+    """What the words of a module stand for: statements, and places, as "kernels.cpu.jit.kernel"."""
 
     def __init__(self, name: str, source: str):
-        self.name = name
         self.statements: dict[str, list[str]] = defaultdict(list)
-        self.imports: dict[str, tuple[str, str]] = {}
+        self.imports: dict[str, str] = {}
         package = name.rpartition(".")[0]
         for statement in statements(source):
             for match in IMPORT.finditer(statement) if "import " in statement else ():  # in a function, too
                 origin = resolve_name(match[1] or "", package) if match[1] else ""
                 for item in match[2].strip("()\n, ").split(","):
                     original, _, bound = item.strip().partition(" as ")
-                    if not {origin, f"{origin}.{original}"} & {COMPILER, LOADER}:
-                        self.imports[bound or original] = origin, original
+                    place = f"{origin}.{original}"
+                    if not LOADERS & {origin, place}:
+                        self.imports[bound or original] = place
             for bound in _bound_by(statement):
                 self.statements[bound].append(statement)
-        self.words = self.statements.keys() | self.imports.keys()
+        self.places = {word: f"{name}.{word}" for word in [*self.statements, *self.imports]}
 
 
 def _bound_by(statement: str) -> list[str]:
@@ -80,56 +86,45 @@ class Sources:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._modules: dict[str, Module | None] = {}
+        self._module = functools.cache(self._read)
 
     def key(self, kernel: str, asked: Iterable[str]) -> str:
-        """Return 16 hex digits of a kernel, named as tinygpt.kernels.cpu.model.take_steps, for a target."""
-        module, _, word = kernel[kernel.index(ROOM) :].rpartition(".")
-        reached = self._reached([(module, word), *ASKED])
-        return hashlib.sha256(repr([*asked, *sorted(reached)]).encode()).hexdigest()[:16]
+        """Return 16 hex digits of a kernel, as "tinygpt.kernels.cpu.model.take_steps", for a target."""
+        places = [kernel.removeprefix("tinygpt."), *(f"{ROOM}.cpu.{name}" for name in ASKED)]
+        return hashlib.sha256(repr([*asked, *sorted(self._reached(places))]).encode()).hexdigest()[:16]
 
-    def _reached(self, places: list[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Return module and statement, or module and word of another package, from modules and words on."""
-        seen: set[tuple[str, str]] = set()
+    def _reached(self, places: list[str]) -> set[tuple[str, str]]:
+        """Return modules and statements, and the names of what other packages have."""
+        seen: set[str] = set()
         reached: set[tuple[str, str]] = set()
         while places:
             place = places.pop()
             if place in seen:
                 continue
             seen.add(place)
-            name, word = place
-            module = self._module(name)
-            if module is None:
-                reached.add(place)
-                continue
-            if word in module.imports:
-                places.append(module.imports[word])
-            for statement in module.statements.get(word, ()):
-                reached.add((name, statement))
-                words = set(NAME.findall(statement))
-                for home in self._homes(module, words):
-                    places += [(home.name, other) for other in words & home.words]
+            name, _, word = place.rpartition(".")
+            if whole := self._module(place):  # a statement may have any name of it
+                places += whole.places.values()
+            elif module := self._module(name):
+                places += filter(None, [module.imports.get(word)])
+                for statement in module.statements.get(word, ()):
+                    reached.add((name, statement))
+                    places += [
+                        module.places[other] for other in module.places.keys() & NAME.findall(statement)
+                    ]
+            else:
+                reached.add((name, word))
         return reached
 
-    def _homes(self, module: Module, words: set[str]) -> list[Module]:
-        """Return the modules whose names a statement may have: its own, and those that its words name."""
-        origins = [module.imports[word] for word in words & module.imports.keys()]
-        named = [".".join(origin) for origin in origins if self._module(origin[0]) is None]
-        return [module, *filter(None, map(self._module, named))]
-
-    def _module(self, name: str) -> Module | None:
+    def _read(self, name: str) -> Module | None:
         """Return a module of kernels/, or None."""
-        if name not in self._modules:
-            room, *parts = name.split(".")
-            file = self._folder.joinpath(*parts).with_suffix(".py")
-            is_ours = room == ROOM and file.is_file()
-            self._modules[name] = Module(name, file.read_text("utf-8")) if is_ours else None
-        return self._modules[name]
+        file = self._folder.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        is_ours = name.startswith(f"{ROOM}.") and file.is_file()
+        return Module(name, file.read_text("utf-8")) if is_ours else None
 
 
 def of_sources(members: Iterable[str], asked: Iterable[str], folder: Path) -> list[str]:
     """Return the objects, by their names in an archive, whose keys are those of the sources in kernels/."""
-    sources = Sources(folder)
+    key = functools.cache(Sources(folder).key)
     parts = {member: member.split("-") for member in members}
-    keys = {kernel: sources.key(kernel, asked) for kernel, *_ in parts.values()}
-    return [member for member, (kernel, *_, key) in parts.items() if keys[kernel] == key]
+    return [member for member, (kernel, _, last) in parts.items() if key(kernel, tuple(asked)) == last]
