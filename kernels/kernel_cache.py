@@ -122,8 +122,11 @@ def open_cache(name: str) -> KernelCache:
     if not (reason := _make_private(base / name)):
         return KernelCache(base / name)
     user = f"-{os.geteuid()}" if hasattr(os, "geteuid") else ""
-    spare = Path(tempfile.gettempdir(), f"tinygpt{user}", name)
-    is_usable = not _make_private(spare)
+    try:
+        spare = Path(tempfile.gettempdir(), f"tinygpt{user}", name)
+    except FileNotFoundError:  # no temporary folder is writable
+        spare = None
+    is_usable = spare is not None and not _make_private(spare)
     use = f"using {spare.parent}" if is_usable else "this run keeps them in memory"
     note = f"compiled kernels cannot be kept in {base} ({reason}); {use}. Set TINYGPT_CACHE_DIR to another folder."
     logger.warning("%s", note)

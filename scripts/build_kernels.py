@@ -1,7 +1,8 @@
-"""Compile the kernels that the package ships: python scripts/build_kernels.py [--check]
+"""Compile the kernels that the package ships: python scripts/build_kernels.py [--check] [--all]
 
-Any machine builds all targets, and the same versions of Python, Numba and LLVM make the same bytes. --check compares
-two dtypes for this CPU with the archive.
+Any machine builds all targets, and the same versions of Python, Numba and LLVM make the same bytes. A build is a target
+and a dtype. Without --all, those are built of which an object's sources have changed; --check compiles one, chosen by
+the commit, and compares its objects with the archive's.
 """
 
 import argparse
@@ -15,20 +16,26 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 ZEN_4 = ("avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vpopcntdq", "gfni", "prfchw")
-CHECKED = ("float32", "int8")
+ROOT = Path(__file__).resolve().parents[1]
 LIBC = {"memset", "sched_yield"}
 SHARED = "float32"  # whose process compiles the kernels of choosing tokens
+
+
+Objects = dict[str, bytes]  # by their names in an archive
+SECONDS = 25  # of a core, for a build
 
 
 @dataclass(frozen=True)
@@ -69,96 +76,166 @@ BUILDS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    parser.add_argument(
-        "--into", nargs=3, help=argparse.SUPPRESS
-    )  # FILE, target and dtype, in a process of it
+    parser.add_argument("--all", action="store_true", help="build or compare every target and dtype")
+    parser.add_argument("--pinned", action="store_true", help="other versions than the objects' fail a check")
+    parser.add_argument("--pins", action="store_true", help="print the objects' versions, for pip")
+    # FILE, target and dtype, in a process of it
+    parser.add_argument("--into", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.into:
         file, target, dtype = args.into
-        compile_all(Path(file), BUILDS[target], dtype)
-        return 0
-    return check() if args.check else build_all()
-
-
-def build_all() -> int:
-    from tinygpt.kernels.cpu.native import FOLDER, MANIFEST
-    from tinygpt.weights.config import DTYPES
-
-    FOLDER.mkdir(exist_ok=True)
-    targets = {}
-    for target, row in BUILDS.items():
-        archive = f"{target.lower().replace(' ', '-')}.zip.xz"
-        content = lzma.compress(write_objects(build(target, DTYPES)), preset=9)
-        (FOLDER / archive).write_bytes(content)
-        digest = hashlib.sha256(content).hexdigest()
-        targets[target] = {"archive": archive, "sha256": digest, "cpu": row.cpu, "features": row.features}
-        print(f"{target}: {len(content) / 1000:.0f} kB", file=sys.stderr)
-    MANIFEST.write_text(json.dumps({**about(), "targets": targets}, indent=1) + "\n", "ascii")
+        compile_all(Path(file), target, dtype)
+    elif args.pins:
+        manifest = read_manifest()
+        print(*(f"{name}=={manifest[name]}" for name in ("numba", "llvmlite")))
+    elif args.check:
+        return check(builds() if args.all else [of_this_commit()], args.pinned)
+    else:
+        update(builds() if args.all else void_builds(read_manifest()))
     return 0
 
 
-def check() -> int:
-    from tinygpt.kernels.cpu.native import FOLDER, MANIFEST
-    from tinygpt.kernels.cpu.simd.targets import TARGET
+def builds() -> list[tuple[str, str]]:
+    """Return targets and dtypes."""
+    from tinygpt.weights.config import DTYPES
 
-    manifest = json.loads(MANIFEST.read_text("ascii"))
-    if other := {name: manifest[name] for name, value in about().items() if value != manifest[name]}:
-        print(f"not compared: the objects are of {other}, and this is {about()}", file=sys.stderr)
-        return int("sources" in other)
-    if TARGET.name not in BUILDS:
-        print(f"not compared: there are no objects for {TARGET.name}", file=sys.stderr)
-        return 0
-    new = build(TARGET.name, CHECKED)
-    archive = FOLDER / manifest["targets"][TARGET.name]["archive"]
-    old = read_objects(lzma.decompress(archive.read_bytes()))
-    differing = [name for name in new if new[name] != old.get(name)]
-    print(
-        f"{len(new)} objects of {TARGET.name} compared, other bytes: {differing or 'none'}", file=sys.stderr
+    return [(target, dtype) for target in BUILDS for dtype in DTYPES]
+
+
+def of_this_commit() -> tuple[str, str]:
+    """Return one target and dtype: all come up in turn."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     )
+    return builds()[int(commit.stdout, 16) % len(builds())]
+
+
+def read_manifest() -> dict[str, Any]:
+    from tinygpt.kernels.cpu.native import MANIFEST
+
+    return json.loads(MANIFEST.read_text("ascii"))
+
+
+def void_builds(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the builds that have an object of other sources, or of other versions than this process has."""
+    from tinygpt.kernels.cpu.keys import of_sources
+    from tinygpt.kernels.cpu.native import SOURCES, asked_of
+
+    void = []
+    for target, dtype in builds():
+        members = objects_of(manifest, target).get(dtype, {})
+        right = of_sources(members, asked_of(target, vars(BUILDS[target])), SOURCES.parent)
+        if len(right) < len(members) or not members or differences(manifest):
+            void.append((target, dtype))
+    return void
+
+
+def objects_of(manifest: dict[str, Any], target: str) -> dict[str, dict[str, str]]:
+    """Return the hash of each object's bytes by its dtype and name."""
+    return manifest["targets"].get(target, {}).get("objects", {})
+
+
+def update(chosen: list[tuple[str, str]]) -> None:
+    """Build, and write the archives of which an object is built, and the manifest."""
+    from tinygpt.kernels.cpu.native import FOLDER, MANIFEST, sources_hash
+
+    manifest = read_manifest()
+    built = compile_builds(chosen)
+    for target in {target: None for target, _ in chosen}:
+        row = BUILDS[target]
+        archive = FOLDER / f"{target.lower().replace(' ', '-')}.zip.xz"
+        dtypes = {dtype: objects for (of, dtype), objects in built.items() if of == target}
+        kept = objects_of(manifest, target).keys() - dtypes.keys()
+        dtypes |= {dtype: shipped(manifest, target, dtype) for dtype in kept}
+        archive.write_bytes(lzma.compress(write_objects(united(dtypes.values())), preset=9))
+        manifest["targets"][target] = {
+            "archive": archive.name,
+            "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
+            "cpu": row.cpu,
+            "features": row.features,
+            "objects": {dtype: hashes(dtypes[dtype]) for dtype in sorted(dtypes)},
+        }
+        print(f"{target}: {archive.stat().st_size / 1000:.0f} kB", file=sys.stderr)
+    targets = {target: manifest["targets"][target] for target in BUILDS}
+    manifest = {"sources": sources_hash(), **about(), "targets": targets}
+    MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n", "ascii")
+
+
+def united(parts: Iterable[Objects]) -> Objects:
+    objects: Objects = {}
+    for part in parts:
+        differing = [name for name in part if objects.get(name, part[name]) != part[name]]
+        assert not differing, f"dtypes make other bytes of {differing}"
+        objects |= part
+    return objects
+
+
+def hashes(objects: Objects) -> dict[str, str]:
+    return {name: hashlib.sha256(objects[name]).hexdigest() for name in sorted(objects)}
+
+
+def shipped(manifest: dict[str, Any], target: str, dtype: str) -> Objects:
+    """Return the objects of the archive that a build has made."""
+    from tinygpt.kernels.cpu.native import FOLDER
+
+    row = manifest["targets"][target]
+    objects = read_objects(lzma.decompress((FOLDER / row["archive"]).read_bytes()))
+    return {name: objects[name] for name in row["objects"][dtype]}
+
+
+def check(chosen: list[tuple[str, str]], is_pinned: bool) -> int:
+    """Return 1 if an object is not of the sources, or if one of the chosen builds makes others."""
+    manifest = read_manifest()
+    if other := differences(manifest):
+        print(f"not compared: the objects are of {other}, and this is {about()}", file=sys.stderr)
+        return int(is_pinned)
+    if void := void_builds(manifest):
+        print(f"of other sources, build_kernels.py builds them: {void}", file=sys.stderr)
+        return 1
+    built = compile_builds(chosen)
+    differing = [build for build in chosen if built[build] != shipped(manifest, *build)]
+    print(f"compared: {chosen}; other bytes: {differing or 'none'}", file=sys.stderr)
     return int(bool(differing))
 
 
 def about() -> dict[str, str]:
-    """Return all that decides the bytes."""
+    """Return the versions that decide the bytes."""
     import llvmlite
     import numba
 
-    from tinygpt.kernels.cpu.native import sources_hash
-
-    return {
-        "sources": sources_hash(),
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "numba": numba.__version__,
-        "llvmlite": llvmlite.__version__,
-    }
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"python": python, "numba": numba.__version__, "llvmlite": llvmlite.__version__}
 
 
-def build(target: str, dtypes: Iterable[str]) -> dict[str, bytes]:
-    """Return objects by name. A process for each dtype: the bytes depend on what a process compiled before."""
+def differences(manifest: dict[str, Any]) -> dict[str, str]:
+    return {name: manifest[name] for name, value in about().items() if value != manifest[name]}
 
-    def compiled(dtype: str) -> dict[str, bytes]:
-        file = Path(folder, dtype)
+
+def compile_builds(chosen: list[tuple[str, str]]) -> dict[tuple[str, str], Objects]:
+    """Return the objects of each. A process for each: the bytes depend on what a process compiled before."""
+
+    def compiled(build: tuple[str, str]) -> Objects:
+        target, dtype = build
+        file = Path(folder, f"{target} {dtype}")
         command = [sys.executable, __file__, "--into", str(file), target, dtype]
         subprocess.run(command, check=True, env={**os.environ, **BUILDS[target].environment})
+        print(f"{target} {dtype}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
         return read_objects(file.read_bytes())
 
-    objects: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for compiled_now in pool.map(compiled, dtypes):
-            differing = [
-                name for name in compiled_now if objects.get(name, compiled_now[name]) != compiled_now[name]
-            ]
-            assert not differing, f"dtypes make other bytes of {differing}"
-            objects |= compiled_now
-    return objects
+    begun = time.monotonic()
+    cores = os.cpu_count() or 1
+    seconds = SECONDS * -(-len(chosen) // cores)
+    print(f"{len(chosen)} of {len(builds())} builds: some {seconds} s of {cores} cores", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
+        return dict(zip(chosen, pool.map(compiled, chosen), strict=True))
 
 
-def read_objects(content: bytes) -> dict[str, bytes]:
+def read_objects(content: bytes) -> Objects:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def write_objects(objects: dict[str, bytes]) -> bytes:
+def write_objects(objects: Objects) -> bytes:
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w") as archive:
         for name in sorted(objects):
@@ -166,9 +243,10 @@ def write_objects(objects: dict[str, bytes]) -> bytes:
     return whole.getvalue()
 
 
-def compile_all(file: Path, row: Build, dtype: str) -> None:
+def compile_all(file: Path, target: str, dtype: str) -> None:
     from llvmlite import binding
 
+    row = BUILDS[target]
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     for owner, name, value in (
@@ -181,10 +259,20 @@ def compile_all(file: Path, row: Build, dtype: str) -> None:
     with mock.patch.object(ctypes, "CDLL", return_value=may):
         from tinygpt.kernels.cpu import jit
 
-    objects: dict[str, bytes] = {}
+    from tinygpt.kernels.cpu.keys import Sources
+    from tinygpt.kernels.cpu.native import SOURCES, asked_of, named, words_of
+
+    asked = asked_of(target, vars(row))
+    sources = Sources(SOURCES.parent)
+    objects: Objects = {}
 
     def compile_only(kernel, *arguments):
-        compile_kernel(kernel, arguments, objects)
+        words, layout = words_of(arguments)
+        name = f"{kernel.__module__}.{kernel.__qualname__}"
+        member = f"{named(name, layout)}-{sources.key(name, asked)}"
+        if member not in objects:
+            objects[member] = compile_kernel(kernel, arguments, len(words))
+            print(member, len(objects[member]), file=sys.stderr, flush=True)
         return lambda: None
 
     with mock.patch.object(jit.Kernel, "bound", compile_only):
@@ -193,11 +281,8 @@ def compile_all(file: Path, row: Build, dtype: str) -> None:
 
 
 def call_kernels(dtype: str) -> None:
-    import numpy as np
-
     from tinygpt.kernels import cpu
     from tinygpt.kernels.backend import Batch
-    from tinygpt.kernels.numbers import Processors, Ragged, Warpers
     from tinygpt.weights.open import open_checkpoint
 
     checkpoint = open_checkpoint("demo")
@@ -206,8 +291,18 @@ def call_kernels(dtype: str) -> None:
     workspace = cpu.new_workspace(checkpoint.config, 1, 1, 1, dtype)
     batch = Batch.of([[0]], [0], [0])
     logits = cpu.forward(params, batch, kv_cache, workspace)
-    if dtype != SHARED:
-        return
+    if dtype == SHARED:
+        choose_tokens(logits)
+    look = mock.Mock(points={("resid_pre", 0)}, changes=False, first=0)
+    cpu.forward(params, batch, kv_cache, workspace, look)
+
+
+def choose_tokens(logits) -> None:
+    import numpy as np
+
+    from tinygpt.kernels import cpu
+    from tinygpt.kernels.numbers import Processors, Ragged, Warpers
+
     warpers = Warpers(*np.ones((len(Warpers._fields), 1)))
     cpu.sample(logits, warpers, *np.zeros((3, 1), np.uint64))
     cpu.filter_logits(logits, warpers)
@@ -219,36 +314,30 @@ def call_kernels(dtype: str) -> None:
     cpu.process_logits(logits, Processors(rows, ids, rows, *numbers, ids, biases))
 
 
-def compile_kernel(kernel, arguments: tuple, objects: dict[str, bytes]) -> None:
+def compile_kernel(kernel, arguments: tuple, count: int) -> bytes:
+    """Return the object of a kernel whose arguments have `count` words."""
     import numba
     from llvmlite import binding
     from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler_lock import global_compiler_lock
 
-    from tinygpt.kernels.cpu.native import member, words_of
-
-    words, layout = words_of(arguments)
-    name = member(f"{kernel.__module__}.{kernel.__qualname__}", layout)
-    if name in objects:
-        return
     kinds = tuple(map(numba.typeof, arguments))
     with global_compiler_lock:
         kernel.in_numba.compile(kinds)
         result = kernel.in_numba.overloads[kinds]
-        assert result.signature.return_type == numba.types.none, f"{name} returns a value"
+        assert result.signature.return_type == numba.types.none, f"{kernel} returns a value"
         library = result.library
         library._ensure_finalized()
         module = binding.parse_assembly(str(library._final_module))
-        add_entry(module, result.fndesc.llvm_func_name, len(words))
+        add_entry(module, result.fndesc.llvm_func_name, count)
         with mock.patch.object(library, "_final_module", module):  # other kernels link the one before
             JITCodeLibrary._optimize_final_module(library)
             module = library._final_module
         declared = hide_parts(module)
         code = library.codegen._tm.emit_object(module)
     foreign = {symbol for symbol in declared - LIBC if symbol.encode() in code}
-    assert not foreign, f"{name} refers to {foreign}"
-    objects[name] = code
-    print(name, len(objects[name]), file=sys.stderr, flush=True)
+    assert not foreign, f"{kernel} refers to {foreign}"
+    return code
 
 
 def add_entry(module, function: str, count: int) -> None:

@@ -9,6 +9,7 @@ from .layers.linear import with_adapters
 from .layers.operands import new_float32_operand
 from .load import load_params
 from .model import final_norm, forward, multi_step, stop_early
+from .native import check_device
 from .sampling import filter_logits, process_logits, sample, top_logprobs
 from .workspace import logits_of, new_workspace, share_embedding, stream_of
 
@@ -17,7 +18,7 @@ ADAPTED = tuple(name for name, row in dtypes.DTYPES.items() if row.new_operand i
 MAX_STEP_TOKENS = 512
 QUEUES_STEPS = False
 SEEN = CHANGED = LOOKS
-check_device = check_model = check_memory = gpu_room = no_op
+check_model = check_memory = gpu_room = no_op
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ def kernel_cache() -> KernelCache:
 
 def build() -> tuple:
     """Return all that decides the machine code, except the sources."""
-    settings = Path(".numba_config.yaml")
+    settings = ".numba_config.yaml"
     return (
         platform.machine(),
         binding.get_process_triple(),
@@ -190,5 +190,5 @@ def build() -> tuple:
         sorted(
             item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in HARMLESS
         ),
-        settings.read_bytes() if settings.is_file() else None,
+        Path(settings).read_bytes() if os.path.isfile(settings) else None,
     )

@@ -166,6 +166,16 @@ def test_without_any_folder_kernels_stay_in_memory(places, monkeypatch):
     assert not cache.is_keeping
 
 
+def test_without_a_temporary_folder_kernels_stay_in_memory(places, monkeypatch):
+    """As on a container's read-only file system."""
+    places.parent.write_text("a file")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(places / "none")])
+    cache = open_cache("build")
+    assert (cache.folder, cache.is_keeping) == (None, False)
+    assert "this run keeps them in memory" in cache.note
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_disk_is_logged_once(cache, monkeypatch, caplog, number):
     def fail(**options):

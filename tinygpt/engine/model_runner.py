@@ -173,9 +173,8 @@ def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
     try:
         backend.check_device(number)
     except DeviceError as error:
-        raise RequestError(
-            f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
-        ) from None
+        others = "" if device == "cpu" else " Or use device 'cpu'."
+        raise RequestError(f"is {device!r} and cannot be used: {error}{others}", "device") from None
     return backend
 
 

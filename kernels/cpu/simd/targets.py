@@ -11,7 +11,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from llvmlite import binding
 
@@ -31,7 +30,8 @@ class Settings:
 
 def settings() -> Settings:
     """Return NUMBA_* or its file's settings. Numba, which is slow to import, is asked if there may be any."""
-    if not (Path(".numba_config.yaml").is_file() or any(map(os.environ.__contains__, OF_THE_CPU))):
+    # Path.is_file raises in a folder that this user may not search.
+    if not (os.path.isfile(".numba_config.yaml") or any(map(os.environ.__contains__, OF_THE_CPU))):
         return Settings()
     from numba.core import config
 
