@@ -92,7 +92,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def attention_scores(q: np.ndarray, keys: np.ndarray, attention: Any) -> np.ndarray:
-    """Return scores (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D).
+    """Return scores (H, T, T), -inf for hidden positions, of queries (T, C) and a KV cache's keys (H, T, D).
 
     attention: of ModelConfig.
     """
@@ -100,11 +100,17 @@ def attention_scores(q: np.ndarray, keys: np.ndarray, attention: Any) -> np.ndar
     q = q.reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
     scores = q @ from_cache(keys).swapaxes(1, 2)  # (H, T, T)
     scores *= np.float32(attention.scale)
+    back = np.subtract.outer(np.arange(length), np.arange(length))  # (T, T)
     if attention.slopes:
-        back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
-        scores -= np.float32(attention.slopes)[:, None, None] * back
-    scores[:, ~np.tri(length, dtype=bool)] = -np.inf
+        scores -= np.float32(attention.slopes)[:, None, None] * back.astype(np.float32)
+    scores[:, is_hidden(back, attention.window)] = -np.inf
     return scores
+
+
+def is_hidden(back: np.ndarray, window: int | None) -> np.ndarray:
+    """Return whether a query sees no key at distances `back`, of any shape."""
+    is_later = back < 0
+    return is_later if window is None else is_later | (back >= window)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

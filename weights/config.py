@@ -63,6 +63,7 @@ class Attention:
 
     scale: float
     slopes: tuple[float, ...] = ()  # of each head; none without ALiBi
+    window: int | None = None  # how many positions a query sees, with its own; None: all before it
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class ModelConfig:
     embed_scale: the factor on token embeddings, not on the head.
     expert_layers: layers, from 0, whose MLP is num_experts experts. A token has experts_per_token, weighted by their
         probabilities, which sum to 1 if norm_topk_prob.
+    local_layers: layers, from 0, whose attention sees the last window_size positions alone.
     """
 
     vocab_size: int = 50257
@@ -106,6 +108,8 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 1
     norm_topk_prob: bool = False
+    local_layers: tuple[int, ...] = ()
+    window_size: int | None = None
 
     @property
     def structure(self) -> dict[str, Any]:
@@ -147,7 +151,7 @@ class ModelConfig:
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         if self.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        return Attention(scale, self.alibi_slopes)
+        return Attention(scale, self.alibi_slopes, self.window_size if layer in self.local_layers else None)
 
     @property
     def alibi_slopes(self) -> tuple[float, ...]:

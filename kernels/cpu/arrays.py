@@ -39,6 +39,10 @@ class Alibi(NamedTuple):
     slopes: np.ndarray  # (H,) float32
 
 
+class Windows(NamedTuple):
+    sizes: np.ndarray  # (L,) int64: how many positions a query sees
+
+
 class Experts(NamedTuple):
     places: np.ndarray  # (L,) int64: place among the layers with experts, or -1 - place among the others
     gate: np.ndarray  # (M, E, C) float32, of M layers with experts
@@ -70,6 +74,7 @@ class Params(NamedTuple):
     project_out: Any  # (E, C), a Projection
     lm_head: Linear  # (1, V, E), no bias; wte if the head is tied
     alibi: Any  # (H,), an Alibi
+    windows: Any  # (L,), Windows if a layer has one
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
     embedding_segments: np.ndarray  # (2,)  all of E
@@ -202,6 +207,7 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") ->
     norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
     is_after = config.norm_placement == "post"
     slopes = np.array(config.alibi_slopes[share.heads.start : share.heads.stop], np.float32)
+    windows = [config.attention(i).window or config.n_positions for i in share.layers]
     C, E = config.n_embd, config.embedding_size
     factors = {"c_fc": arrays.get("inner_factors", NO_FACTORS)}
     head = arrays.get("lm_head") or new_weight(DTYPES[dtype].head, 1, 1, C)  # of a stage without
@@ -209,6 +215,7 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") ->
         **{name: arrays[name] for name in ("wte_factors", "head_factors")},
         wpe=arrays["wpe"] if "wpe" in arrays else _no_positions(config),
         alibi=Alibi(slopes) if config.has_alibi else None,
+        windows=Windows(np.array(windows, np.int64)) if config.local_layers else None,
         embed_norm=_one_norm("ln_e", arrays),
         project_in=_projection("project_in", arrays, C, E),
         project_out=_projection("project_out", arrays, E, C),

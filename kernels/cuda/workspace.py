@@ -302,6 +302,11 @@ def check_model(config: Any) -> None:
         raise DeviceError(
             f"the model has the activation {config.activation}, which no kernel for a GPU computes."
         )
+    if config.local_layers:
+        raise DeviceError(
+            f"the model has local attention (a window of {config.window_size} positions) in layers "
+            f"{config.local_layers}, and kernels for a GPU compute global attention alone."
+        )
 
 
 def gpu_room() -> tuple[str, int]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..backend import no_op
-from ..numbers import softmax
+from ..numbers import is_hidden, softmax
 from .state import Params, to_int8
 
 INT8_BLOCK = 64
@@ -25,7 +25,7 @@ def attention_weights(q, k, positions, attention, look=no_op) -> np.ndarray:
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if attention.slopes:
         scores -= np.float32(attention.slopes)[:, None] * back[:, None, :].astype(np.float64)
-    scores = np.where(back[:, None, :] < 0, -np.inf, scores)
+    scores = np.where(is_hidden(back, attention.window)[:, None, :], -np.inf, scores)
     look("attn_scores", scores)
     weights = softmax(scores)
     look("pattern", weights)

@@ -27,6 +27,7 @@ opt        | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 
 bloom      | {"n_layer": 2, "seq_length": 40}
 mpt        | {"n_layers": 2, "max_seq_len": 40, "expansion_ratio": 4}
 openai-gpt | {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 40, "afn": "gelu"}
+gpt_neo    | {"hidden_size": 24, "num_heads": 3, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
 xglm       | {"d_model": 24, "attention_heads": 3, "num_layers": 2, "ffn_dim": 52}
 biogpt     | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 52}
 """)
@@ -34,7 +35,7 @@ biogpt     | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 
 
 
 def family(model_type: str, **fields: Any) -> dict[str, Any]:
-    length = {"max_position_embeddings": T} if model_type in ("opt", "xglm", "biogpt") else {}
+    length = {"max_position_embeddings": T} if model_type in ("opt", "xglm", "biogpt", "gpt_neo") else {}
     return {"model_type": model_type, "vocab_size": V, **USUAL[model_type], **length, **ENDS, **fields}
 
 
@@ -63,6 +64,11 @@ xglm-unscaled     | xglm       | {"scale_embedding": false, "tie_word_embeddings
 biogpt            | biogpt     | {}
 biogpt-odd | biogpt | {"hidden_size": 35, "num_attention_heads": 7, "hidden_act": "silu", "tie_word_embeddings": false}
 biogpt-unscaled   | biogpt     | {"scale_embedding": false, "layer_norm_eps": 0.001}
+gpt-neo           | gpt_neo    | {"window_size": 5}
+gpt-neo-local     | gpt_neo    | {"attention_types": [[["local"], 2]], "window_size": 1, "tie_word_embeddings": false}
+gpt-neo-odd       | gpt_neo    | {"hidden_size": 35, "num_heads": 5, "window_size": 39, "intermediate_size": 50}
+gpt-neo-wide      | gpt_neo    | {"window_size": 40, "activation_function": "relu", "layer_norm_epsilon": 0.001}
+gpt-neo-global    | gpt_neo    | {"attention_types": [[["global"], 2]]}
 """
 FAMILY_MODELS = {name: family(kind, **fields) for name, kind, fields in rows(MODELS)}
 
@@ -99,10 +105,12 @@ biogpt     | biogpt.        | embed_tokens    | layers. | ["self_attn_layer_norm
 bloom      | transformer.   | word_embeddings | h.      | ["input_layernorm", "post_attention_layernorm"]
   | ["word_embeddings_layernorm", "ln_f"]
 mpt        | transformer.   | wte             | blocks. | ["norm_1", "norm_2"] | ["norm_f"]
+gpt_neo    | transformer.   | wte             | h.      | ["ln_1", "ln_2"] | ["ln_f"]
 openai-gpt | transformer.   | tokens_embed    | h.      | ["ln_1", "ln_2"] | []
 """)
 }
 # Linears of a layer: a letter for each size, C the width, Q that of queries, keys and values, F the MLP's.
+NO_BIAS = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 LINEARS = dict(
     rows("""
 bart | {"self_attn.q_proj": "CC", "self_attn.k_proj": "CC", "self_attn.v_proj": "CC", "self_attn.out_proj": "CC",
@@ -110,6 +118,8 @@ bart | {"self_attn.q_proj": "CC", "self_attn.k_proj": "CC", "self_attn.v_proj": 
 bloom | {"self_attention.query_key_value": "QC", "self_attention.dense": "CC",
   "mlp.dense_h_to_4h": "FC", "mlp.dense_4h_to_h": "CF"}
 mpt | {"attn.Wqkv": "QC", "attn.out_proj": "CC", "ffn.up_proj": "FC", "ffn.down_proj": "CF"}
+gpt_neo | {"attn.attention.q_proj": "CC", "attn.attention.k_proj": "CC", "attn.attention.v_proj": "CC",
+  "attn.attention.out_proj": "CC", "mlp.c_fc": "FC", "mlp.c_proj": "CF"}
 openai-gpt | {"attn.c_attn": "CQ", "attn.c_proj": "CC", "mlp.c_fc": "CF", "mlp.c_proj": "FC"}
 """)
 )
@@ -131,6 +141,8 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if kind in ("opt", "biogpt"):
         shapes["embed_positions.weight"] = (T + 2, C)
+    if kind == "gpt_neo":
+        shapes["wpe.weight"] = (T, C)
     if kind == "openai-gpt":
         shapes["positions_embed.weight"] = (fields["n_positions"], C)
     if E != C:
@@ -139,7 +151,8 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for name, letters in LINEARS.get(kind, LINEARS["bart"]).items():
             shape = tuple({"C": C, "F": F, "Q": 3 * C}[letter] for letter in letters)
             shapes[f"{layers}{i}.{name}.weight"] = shape
-            if fields.get("enable_bias", kind != "mpt"):
+            is_bare = kind == "mpt" or name.endswith(NO_BIAS)
+            if fields.get("enable_bias", not is_bare):
                 shapes[f"{layers}{i}.{name}.bias"] = shape[1:] if kind == "openai-gpt" else shape[:1]
         shapes |= {f"{layers}{i}.{name}.{part}": (C,) for name in norms for part in parts}
     return shapes
@@ -158,6 +171,6 @@ def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         )
     if len(shape) == 1:
         return np.float32(0.2) * numbers
-    if "embed" in name or name in ("head", "wte.weight"):
+    if "embed" in name or name in ("head", "wte.weight", "wpe.weight"):
         return numbers
     return numbers * np.float32(3 / math.sqrt(min(shape)))

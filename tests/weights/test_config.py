@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.recorded import needs_transformers
-from support.tables import column
+from support.tables import column, rows
 from support.tiny_checkpoint import CONFIG
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels.reference import layers as reference
@@ -97,7 +97,7 @@ def test_activation_names_are_the_functions_of_transformers(name):
 
 
 REFUSED = """
-{"model_type": "gpt_neo"}
+{"model_type": "gptj"}
 {"model_type": ["gpt2"]}
 {"add_cross_attention": "yes"}
 {"quantization_config": {"quant_method": "gptq"}}
@@ -128,6 +128,48 @@ def test_impossible_and_unimplemented_fields_are_refused_by_name(fields):
     (name,) = fields
     with pytest.raises(CheckpointError, match=name):
         read_config(CONFIG | fields)
+
+
+NEO = {"model_type": "gpt_neo", "vocab_size": 61, "hidden_size": 24, "num_heads": 3, "num_layers": 4}
+NEO_REFUSED = """
+{} | attention_types is .*, kinds of 24 layers, and num_layers is 4
+{"attention_types": [[["global", "sparse"], 2]]} | attention_types is .*'sparse'.* of 'global' and 'local'
+{"attention_types": [["global", "local"]]} | attention_types is .* and must be a list of kinds
+{"attention_types": [[["local"], 1000000000000]]} | attention_types is .* and must be
+{"attention_types": [[["local"], -4]]} | attention_types is .* and must be
+{"attention_types": {"local": 4}} | attention_types is .* and must be
+{"attention_types": [[["local"], 3]]} | attention_types is .*, kinds of 3 layers, and num_layers is 4
+{"attention_layers": ["local", "none", "local", "local"]} | attention_layers is .*'none'.* and must be
+{"attention_layers": ["local"]} | attention_layers is .*, kinds of 1 layers, and num_layers is 4
+{"attention_types": [[["local"], 4]], "attention_layers": ["local", "local", "local", "global"]} | attention_layers is
+{"attention_types": [[["local"], 4]], "window_size": 0} | window_size is 0 and must be a whole number from 1
+{"attention_types": [[["local"], 4]], "window_size": 2.5} | window_size is 2.5 and must be
+{"attention_types": [[["local"], 4]], "activation_function": "made_up"} | activation_function
+"""
+
+
+@pytest.mark.parametrize(("fields", "message"), rows(NEO_REFUSED), ids=str)
+def test_kinds_of_attention_that_are_impossible_are_refused_by_name(fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_config(NEO | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "local"),
+    rows("""
+{"attention_types": [[["global", "local"], 2]]} | [1, 3]
+{"attention_types": [[["global"], 3], [["local"], 1]]} | [3]
+{"attention_layers": ["local", "global", "local", "global"]} | [0, 2]
+{"attention_types": [[["local"], 2]], "num_hidden_layers": 2} | [0, 1]
+{"attention_types": [[["global"], 4]]} | []
+"""),
+)
+def test_kinds_of_attention(fields, local):
+    config = read_config(NEO | fields)
+    assert list(config.local_layers) == local
+    assert {config.attention(i).scale for i in range(config.n_layer)} == {1.0}
+    assert [config.attention(i).window for i in local] == [256] * len(local)
+    assert bool(local) == bool(config.structure)
 
 
 def test_an_architecture_that_is_not_implemented_is_told_those_that_are():

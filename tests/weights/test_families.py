@@ -319,6 +319,7 @@ FAMILIES = {
     "openai-gpt": "GPT-1",
     "xglm": "XGLM",
     "biogpt": "BioGPT",
+    "gpt_neo": "GPT-Neo",
 }
 
 
@@ -342,6 +343,7 @@ mpt-6 | ["", "transformer."]
 gpt-1 | ["", "transformer."]
 xglm | ["", "model.", "module.model."]
 biogpt | ["", "biogpt.", "_orig_mod.biogpt."]
+gpt-neo | ["", "transformer.", "module.transformer."]
 """)
 
 

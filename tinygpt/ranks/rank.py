@@ -25,6 +25,8 @@ SUPPORTED = {
     ("embed_norm", True),
     ("final_norm", False),
     "embed_scale",
+    "local_layers",
+    "window_size",
 }
 RANK_DEVICES = ("cpu", "cuda")
 TOKENS_OF_A_READING = 16  # computed while a stage reads its weights

@@ -1,4 +1,4 @@
-"""Models whose config.json says their model_type: GPT-1, BLOOM, MPT, OPT, XGLM and BioGPT."""
+"""Models by the model_type in their config.json: GPT-1, BLOOM, MPT, OPT, XGLM, BioGPT and, elsewhere, GPT-Neo."""
 
 import math
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from .family import (
     written_config,
 )
 from .gpt2 import ALIASES, IGNORED
+from .gpt_neo import GPT_NEO
 from .model_type import Fields, ModelType
 
 # GPT-1 (Radford et al., 2018): GPT-2 with its layer norms after the blocks.
@@ -350,7 +351,7 @@ BIOGPT = ModelType(
 )
 
 
-MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}
+MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT, GPT_NEO)}
 
 
 def model_type_of(fields: Mapping[str, Any]) -> ModelType:

@@ -1,7 +1,8 @@
 """Causal attention over the KV cache, the same code for prefill and decode.
 
 A query meets blocks of KEY_BLOCK absolute positions in order, with a running maximum and sum (online softmax: Milakov
-and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on its position alone.
+and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on its position alone. In a layer with a
+window, the first block has the query's first visible position; of a tile's queries, a block before it changes nothing.
 """
 
 from typing import NamedTuple
@@ -39,6 +40,8 @@ from .cache_dtypes import (
 NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
 # A head of one query takes 1 us, and a claim 0.2: an item has several heads if this many items remain.
 ENOUGH_ITEMS = 32
+# The greatest score of no key: finite, so that exp(a hidden key's -inf - it) is 0, not NaN.
+LEAST_SCORE = np.finfo(np.float32).min
 
 
 def scratch_size(head_size: int) -> int:
@@ -98,10 +101,11 @@ def _block(cache, slot, head, block):
 
 
 @kernel
-def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
+def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi, window):
     """Compute out (N, C) = softmax(scale q·k) v of qkv (N, 3C). A phase; an item is a tile and a few heads.
 
-    tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
+    tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. window: the positions that a query
+    sees, or None for all before it. Needs scratch_size values of scratch.
     """
     heads = k_cache.shape[1]
     count = tiles.size - 1
@@ -120,7 +124,20 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
                 _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
             after = _block(k_cache, slot, h + 1, 0) if h + 1 < stop else following
             _attend_tile(
-                first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch
+                first,
+                last,
+                slot,
+                h,
+                out,
+                qkv,
+                k_cache,
+                v_cache,
+                positions,
+                scale,
+                alibi,
+                window,
+                after,
+                scratch,
             )
         complete(team, items)
         item = claim(team, items)
@@ -156,7 +173,7 @@ def room_in(scratch, k_cache, v_cache):
 
 @inline
 def _attend_tile(
-    first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch
+    first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, window, after, scratch
 ):
     rows = last - first
     steps = steps_of_key(k_cache)
@@ -164,7 +181,7 @@ def _attend_tile(
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     # Unpacked: a tuple in use all the while gives a tenth more instructions.
     q, q_bytes, scores, weights, totals, highest, weight_sum, factors = room_in(scratch, k_cache, v_cache)
-    highest[:], weight_sum[:] = -np.inf, ZERO
+    highest[:], weight_sum[:] = least_score(window), ZERO
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
         put_query(k_cache, q + r * q_bytes, query, scale)
@@ -172,7 +189,7 @@ def _attend_tile(
 
     newest = positions[last - 1]
     blocks = newest // KEY_BLOCK + 1
-    for block in range(blocks):
+    for block in range(first_block(window, positions[first]), blocks):
         first_key = block * KEY_BLOCK
         keys = _block(k_cache, slot, head, block)
         values = _block(v_cache, slot, head, block)
@@ -184,6 +201,7 @@ def _attend_tile(
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             distance = first_key - positions[first + r]
             add_distances(alibi, row_scores, head, distance)
+            hide_before(window, row_scores, distance)
             factors[r] = highest[r]
             highest[r] = _highest_of(row_scores, 1 - distance, highest[r])
         _lessen(weight_sum, factors, highest)
@@ -257,6 +275,34 @@ def add_distances(alibi, scores, head, distance):
     slope = alibi.slopes[head]
     for j in range(KEY_BLOCK):
         scores[j] = fma(slope, np.float32(distance + j), scores[j])
+
+
+@kernel
+def window_of(windows, layer):
+    return None if windows is None else windows.sizes[layer]
+
+
+@kernel
+def least_score(window):
+    if window is None:
+        return -np.inf
+    return LEAST_SCORE
+
+
+@kernel
+def first_block(window, position):
+    if window is None:
+        return 0
+    return max(position + 1 - window, 0) // KEY_BLOCK
+
+
+@kernel
+def hide_before(window, scores, distance):
+    """Hide a block's keys (KEY_BLOCK,) before the window. distance: as of add_distances."""
+    if window is None:
+        return
+    for j in range(min(max(1 - distance - window, 0), KEY_BLOCK)):
+        scores[j] = -np.inf
 
 
 @kernel

@@ -94,7 +94,11 @@ class Run(NamedTuple):
 
 
 def run_attend(
-    run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, ROW_TILE), alibi=None
+    run: Run,
+    dtype: str = "float32",
+    tiles_of=lambda starts: query_tiles(starts, ROW_TILE),
+    alibi=None,
+    window=None,
 ) -> np.ndarray:
     """The new tokens' attention, (new tokens, C), of which those of several tiles are written before."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
@@ -109,11 +113,13 @@ def run_attend(
     out = unwritten(is_new.sum(), run.heads * run.size)
     where = positions[is_new], token_slots[is_new], tiles_of(starts).astype(np.int32)
     write_kv(solo_team(), *cache, qkv, *where)
-    attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), alibi)
+    attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), alibi, window)
     return out
 
 
-def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] = ()) -> np.ndarray:
+def exact_attention(
+    run: Run, dtype: str = "float32", slopes: tuple[float, ...] = (), window=None
+) -> np.ndarray:
     outs, start = [], 0
     for length, cached in zip(run.lengths, run.cached, strict=True):
         qkv = run.qkv[start : start + length].astype(np.float64).reshape(length, 3, run.heads, run.size)
@@ -124,7 +130,7 @@ def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] 
         k = k.swapaxes(0, 1)
         v = v.swapaxes(0, 1)
         at = np.arange(cached, length)
-        out = attend_exactly(q[cached:], k, v, at, Attention(1.0, slopes))  # (N, H, D)
+        out = attend_exactly(q[cached:], k, v, at, Attention(1.0, slopes, window))  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
     return np.concatenate(outs)
@@ -180,7 +186,7 @@ def test_each_key_is_written_once(dtype):
     write(*before, qkv[of_several], positions[of_several], slots[of_several])
     same_bytes(cache, before)
     out = unwritten(len(slots), heads * size)
-    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), None)
+    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), None, None)
     write(*before, qkv[~of_several], positions[~of_several], slots[~of_several])
     same_bytes(cache, before)
 
@@ -226,6 +232,25 @@ def test_alibi(length, dtype):
     check(TOLERANCE[dtype], out, expected, np.abs(run.qkv[:, -40:]).max())
     assert length == 1 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
     same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), alibi), out)
+
+
+@CACHES
+@pytest.mark.slow  # compiled for it alone
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 100, 129, 200])
+def test_a_window(window, dtype):
+    """A prompt over three blocks: the bits of a query depend neither on its tile nor on what is cached."""
+    run = random_run([131], [0], 2, 20, spread=1.3)
+    out = run_attend(run, dtype, window=window)
+    expected = exact_attention(run, dtype, window=window)
+    check(TOLERANCE[dtype], out, expected, np.abs(run.qkv[:, -40:]).max())
+    assert window >= 131 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
+    for bounds in (np.arange(132), np.array([0, 1, 3, *range(8, 131, 4), 131])):
+        same_bits(run_attend(run, dtype, lambda starts, bounds=bounds: bounds, window=window), out)
+    for length, cached in ((64, 63), (65, 63), (70, 60), (129, 127), (131, 130)):
+        part = Run(run.qkv[:length], [length], [cached], 2)
+        same_bits(run_attend(part, dtype, window=window), out[cached:length])
+    if window >= 131:
+        same_bits(run_attend(run, dtype), out)
 
 
 @CACHES
