@@ -18,28 +18,28 @@ PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 # Code tokens of a room's folders; of tinygpt and kernels, "/*" is each module in no room of its own.
 ROOMS = {
     "tinygpt/engine": 32_500,
-    "tinygpt/server": 25_200,
-    "tinygpt/cli": 20_200,
+    "tinygpt/server": 25_950,
+    "tinygpt/cli": 22_650,
     "tinygpt/look": 11_400,
-    "tinygpt/text": 12_500,
+    "tinygpt/text": 13_800,
     "tinygpt/bench tinygpt/evaluation": 21_300,
     "tinygpt/*": 28_800,
-    "weights": 54_900,
-    "kernels/cpu": 57_500,
+    "weights": 57_000,
+    "kernels/cpu": 59_300,
     "kernels/cuda": 44_500,
     "kernels/*": 10_800,
-    "scripts": 28_600,
-    "tests": 365_700,
+    "scripts": 31_600,
+    "tests": 378_500,
 }
 BUDGETS = {
     "tokens for 100 lines": 980,
-    "modules": 228,
+    "modules": 234,
     "modules under 60 lines": 1,
     "tokens for 100 lines of tests": 1_100,
-    "lines of READMEs": 1_410,
+    "lines of READMEs": 1_420,
     "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
-    "kB of object code": 1_120,
+    "kB of object code": 1_360,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
