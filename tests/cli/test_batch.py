@@ -528,3 +528,13 @@ def test_two_runs_do_not_write_to_one_file(tmp_path):
     with open_records(path, Earlier(size=6)) as write:
         write("second")
     assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_fault_is_told_of_the_line_and_not_of_a_field_alone(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a", "min_tokens": 50, "max_tokens": 100, "top_p": 7, "temperature": -1}\n')
+    with pytest.raises(RequestError) as caught:
+        streams.read_prompts(path, SamplingParams())
+    assert "min_tokens" not in str(caught.value)
+    assert "top_p is 7" in str(caught.value)
+    assert "temperature is -1" in str(caught.value)

@@ -70,6 +70,13 @@ def test_flags_are_defaults_of_bodies(run):
     assert records["a"]["response"]["body"]["choices"] == expected["response"]["body"]["choices"]
 
 
+def test_a_body_may_name_a_flags_field_as_other_programs(run):
+    body = {"prompt": "The fox", "max_completion_tokens": 3}
+    code, records, _ = run([line("a", "/v1/completions", body)], "--max-tokens", "6")
+    assert code == 0
+    assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
 def test_a_reply_with_an_error_is_a_record_and_the_others_are_done(run):
     code, records, err = run([*LINES, LONG])
     assert code == 1
@@ -103,6 +110,7 @@ def test_a_run_is_continued(run, monkeypatch):
     rows("""
 {"method": "GET"} | method is "GET" and must be "POST".
 {"url": "/v1/completion"} | url is "/v1/completion" and must be one of /v1/completions, /v1/chat/completions
+{"url": []} | url is [] and must be one of /v1/completions
 {"custom_id": null} | custom_id is null and must be a text.
 {"custom_id": "chat"} | custom_id 'chat' is already that of line 1.
 {"body": []} | body is [] and must be an object.

@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from ..aliases import OURS
 from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
 from ..sampling_params import SamplingParams
@@ -94,14 +95,16 @@ class OpenAIRun(Run):
                 raise RequestError(f"custom_id is {json.dumps(custom_id)} and must be a text.")
             if method not in (None, "POST"):
                 raise RequestError(f'method is {json.dumps(method)} and must be "POST".')
-            if url not in form_of:
+            if not isinstance(url, str) or url not in form_of:
                 raise RequestError(f"url is {json.dumps(url)} and must be one of {', '.join(form_of)}.")
             if not isinstance(body, dict):
                 raise RequestError(f"body is {json.dumps(body)[:100]} and must be an object.")
             if body.get("stream"):
                 raise RequestError("body.stream is true: the replies of a batch are whole.")
             form = form_of[url]
-            body = {name: value for name, value in defaults.items() if name in form.model_fields} | body
+            given = {OURS.get(name, name) for name, value in body.items() if value is not None}
+            missing = form.model_fields.keys() - given
+            body = {name: value for name, value in defaults.items() if name in missing} | body
             check_body(form, body)
             if custom_id in line_of:
                 raise RequestError(f"custom_id {custom_id!r} is already that of line {line_of[custom_id]}.")

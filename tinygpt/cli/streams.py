@@ -377,22 +377,18 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         fields["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
-    try:
-        params = with_seed(replace(defaults, **fields))
-    except RequestError as error:
-        alone = [fault for name, value in fields.items() for fault in _faults(defaults, name, value)]
-        faults += alone or [str(error)]
+    params = None
+    while params is None:
+        try:
+            params = with_seed(replace(defaults, **fields))
+        except RequestError as error:
+            faults.append(str(error))
+            if error.field not in fields:
+                break
+            del fields[error.field]  # the others are judged next to each other, as they stand
     if faults:
         raise RequestError("\n".join(faults))
     return PromptRecord(number, record_id, prompts[0], split_special_tokens, params)
-
-
-def _faults(defaults: SamplingParams, name: str, value: Any) -> list[str]:
-    try:
-        replace(defaults, **{name: value})
-    except RequestError as error:
-        return [str(error)]
-    return []
 
 
 def read_object(line: bytes, names: Collection[str] = _FIELDS) -> dict[str, Any]:

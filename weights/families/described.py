@@ -187,7 +187,7 @@ class Model:
         """Return the first part's shape. Raise CheckpointError if it is absent."""
         names = self.names(parameter)
         shape = self.tensors[names[0]].shape if names and names[0] in self.tensors else ()
-        if parameter == POSITIONS and shape[:1] == (1,):
+        if parameter == POSITIONS and len(shape) == 3 and shape[0] == 1:
             shape = shape[1:]
         if len(shape) != 2:
             raise self.source.error(f"holds no matrix {listed(names) or parameter}, which shows a size.")
