@@ -40,6 +40,7 @@ FAMILIES = {
 bloom | bloom      | {"hidden_size": 320, "n_head": 5, "seq_length": 90}
 mpt   | mpt        | {"d_model": 48, "n_heads": 6, "max_seq_len": 90}
 gpt-1 | openai-gpt | {"n_embd": 35, "n_head": 5, "n_positions": 90}
+neo   | gpt_neo    | {"hidden_size": 320, "num_heads": 5, "max_position_embeddings": 90, "window_size": 9}
 xglm  | xglm       | {"d_model": 320, "attention_heads": 5, "max_position_embeddings": 90}
 """)
 }
@@ -72,6 +73,7 @@ bloom     int8      2 2
 bloom     int4      1 2
 mpt       float32   4 1
 mpt       bfloat16  3 2
+neo       float32   2 2
 gpt-1     float32   2 2
 gpt-1     bfloat16  1 2
 """

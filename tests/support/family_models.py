@@ -142,7 +142,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind in ("opt", "biogpt"):
         shapes["embed_positions.weight"] = (T + 2, C)
     if kind == "gpt_neo":
-        shapes["wpe.weight"] = (T, C)
+        shapes["wpe.weight"] = (fields["max_position_embeddings"], C)
     if kind == "openai-gpt":
         shapes["positions_embed.weight"] = (fields["n_positions"], C)
     if E != C:

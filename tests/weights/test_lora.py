@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from support.paths import VOCAB_SIZE
 from support.recorded import MISSING
 from support.tables import rows
 from support.tiny_checkpoint import convert, copy_tokenizer
+from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
@@ -95,6 +96,9 @@ gpt-1 | {"target_modules": ["tokens_embed", "positions_embed"]}
 xglm | {"target_modules": "all-linear", "bias": "all"}
 xglm | {"target_modules": ["embed_tokens", "fc2"]}
 biogpt | {"target_modules": ["embed_tokens", "k_proj"]}
+gpt-neo | {"target_modules": ["q_proj", "v_proj"]}
+gpt-neo-odd | {"target_modules": "all-linear", "bias": "all", "rank_pattern": {"k_proj": 2}}
+gpt-neo-local | {"target_modules": ["q_proj", "k_proj", "out_proj", "c_fc", "c_proj"], "modules_to_save": ["lm_head"]}
 biogpt-odd | {"target_modules": ["output_projection", "fc1"], "modules_to_save": ["layer_norm"]}
 """)
 
@@ -241,6 +245,36 @@ def write_lora(folder, tensors, targets, **fields):
 def factors(module, out, inner):
     a, b = (golden_array(f"{module} {part}", shape) for part, shape in (("a", (R, inner)), ("b", (out, R))))
     return np.float32(0.3) * a, np.float32(0.3) * b
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "targets"),
+    rows("""
+gpt-neo | transformer.h.1 | ["attn.attention.q_proj", "attn.attention.v_proj"]
+gpt-neo | transformer.h.0 | ["attn.attention.k_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"]
+opt | model.decoder.layers.1 | ["self_attn.v_proj", "self_attn.q_proj", "fc1"]
+"""),
+)
+def test_an_adapter_of_joined_matrices_by_request_is_its_merged_weights(name, place, targets, tmp_path):
+    base = write_family(tmp_path / "base", name)
+    files = {}
+    for module in (f"{place}.{target}" for target in targets):
+        out, inner = load_file(base / "model.safetensors")[f"{module}.weight"].shape
+        a, b = factors(module, out, inner)
+        files |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    modules = [target.rpartition(".")[2] for target in targets]
+    adapter = write_lora(tmp_path / "adapter", files, modules, layers_to_transform=[int(place[-1])])
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+
+    def logprobs(llm, **fields):
+        (output,) = llm.generate([IDS[:-1]], replace(params, **fields))
+        return [row[i] for i, row in zip(IDS[1:-1], output.prompt_logprobs[1:], strict=True)]
+
+    with LLM(str(base), device="reference", lora_modules={"it": str(adapter)}) as llm:
+        found, bare = logprobs(llm, lora_request="it"), logprobs(llm)
+    with LLM(str(base), device="reference", lora=str(adapter)) as llm:
+        np.testing.assert_allclose(found, logprobs(llm), rtol=0, atol=TOLERANCE)
+    assert np.abs(np.subtract(found, bare)).max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -119,23 +119,38 @@ def read_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> dict[s
     _, model, files, contents = _read(checkpoint, adapter)
     others = [*contents.replaced, *contents.extras.wanted]
     others += [name for name in contents.factors if not _is_plain(name, model)]
-    if others or any(a.shape[0] > MAX_RANK for a, _, _ in contents.factors.values()):
+    layers = {} if others else _layer_factors(contents, model)
+    if others or any(len(a) > MAX_RANK for a, _ in layers.values()):
         what = f"changes {listed(others)}" if others else f"has a rank above {MAX_RANK}"
         raise CheckpointError(
             f"{files.path} {what}: in lora_modules, only GPT-2's c_attn, c_proj and c_fc may differ. Merge it: lora."
         )
-    return {
-        model.parts[name].parameter.removesuffix(".weight"): (a.float32(), b.float32() * np.float32(scale))
-        for name, (a, b, scale) in contents.factors.items()
-    }
+    return layers
+
+
+def _layer_factors(contents: _Contents, model: Model) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return (A (r, in), scale * B (out, r)) by linear layer: of q_proj and v_proj one A of both ranks, for c_attn."""
+    downs: dict[str, list[np.ndarray]] = {}
+    ups: dict[str, list[np.ndarray]] = {}
+    for name, (a, b, scale) in contents.factors.items():
+        parameter = model.parts[name].parameter
+        sources = model.rules[parameter].sources
+        C = b.shape[0]
+        up = np.zeros((len(sources) * C, b.shape[1]), np.float32)
+        start = sources.index(name) * C
+        up[start : start + C] = b.float32() * np.float32(scale)
+        layer = parameter.removesuffix(".weight")
+        downs.setdefault(layer, []).append(a.float32())
+        ups.setdefault(layer, []).append(up)
+    return {layer: (np.concatenate(downs[layer]), np.concatenate(ups[layer], axis=1)) for layer in downs}
 
 
 def _is_plain(name: str, model: Model) -> bool:
     parameter = model.parts[name].parameter
-    is_one = (
-        model.rules[parameter].transform in (AS_IS, TRANSPOSED) and len(model.rules[parameter].sources) == 1
-    )
-    return is_one and is_transposed(parameter) and ".experts." not in parameter
+    rule = model.rules[parameter]
+    is_joined = rule.transform.axis == 0 and rule.transform.of_part is None
+    is_read = is_joined if len(rule.sources) > 1 else rule.transform in (AS_IS, TRANSPOSED)
+    return is_read and is_transposed(parameter) and ".experts." not in parameter
 
 
 def _read(
