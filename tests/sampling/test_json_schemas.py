@@ -108,6 +108,14 @@ def test_a_number_beyond_int64_is_refused_by_name(kind):
     assert problem.startswith("maximum is -18446744073709551617")
 
 
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize(("keyword", "bound"), [("minimum", 10**18), ("maximum", -(10**18))])
+def test_a_large_bound_without_the_other_is_refused_in_our_words(kind, keyword, bound):
+    problem = texts_of({"type": kind, keyword: bound})
+    assert f"{keyword} has 19 digits or more" in problem
+    assert "between -10**18 and 10**18" in problem
+
+
 # What the grammar would not keep, and the keyword that the refusal begins with.
 REFUSED = rows("""
 minProperties | {"patternProperties": {"^x[01]$": {"type": "integer"}}, "minProperties": 2,

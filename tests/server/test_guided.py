@@ -49,6 +49,7 @@ SPELLINGS = """
 {"response_format": {"type": "json_object", "value": PERSON}} | {"guided_json": PERSON}
 {"response_format": {"type": "json", "value": PERSON}} | {"guided_json": PERSON}
 {"response_format": {"type": "json_object", "schema": PERSON}} | {"guided_json": PERSON}
+{"response_format": {"type": "json_object", "schema": PERSON, "value": PERSON}} | {"guided_json": PERSON}
 {"response_format": {"type": "json_object", "schema": null}} | {"guided_json": {"type": "object"}}
 {"response_format": {"type": "text"}} | {}
 {"structured_outputs": {"json_object": false}, "guided_json": null} | {}
@@ -69,6 +70,8 @@ guided_json | {"guided_json": {"type": "bogus"}}
 guided_grammar | {"guided_grammar": "start: nowhere"}
 structured_outputs.regex | {"structured_outputs": {"regex": "("}}
 response_format | {"response_format": {"type": "json", "value": {"type": "bogus"}}}
+response_format | {"response_format": {"type": "json_object", "value": {"type": "string"},
+  "schema": {"type": "object"}}}
 response_format.json_schema.schema | {"response_format": {"type": "json_schema",
   "json_schema": {"name": "x", "schema": {"type": "bogus"}}}}
 """)

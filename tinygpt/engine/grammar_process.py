@@ -175,7 +175,7 @@ class Matchers:
         self._grammar = grammar + OPTIONS
         if field == "guided_choice":
             return ""
-        return self._package.LLMatcher.validate_grammar(self._grammar)
+        return json_schema.in_our_words(self._package.LLMatcher.validate_grammar(self._grammar))
 
     def _to_lark(self, field: str, value: Any, has_open_schemas: bool) -> str:
         match field:

@@ -176,6 +176,14 @@ def _is_exact(number: int) -> bool:
     return abs(number) <= MAX_INT and float(number) == number
 
 
+def in_our_words(problem: str) -> str:
+    """Name the keyword of a bound that the package has no regex for: without the other, of 19 digits."""
+    if "Failed to generate regex for" not in problem:
+        return problem
+    keyword, other = ("minimum", "maximum") if "max=None" in problem else ("maximum", "minimum")
+    return f"{keyword} has 19 digits or more: without {other}, it must be between -10**18 and 10**18"
+
+
 def _check_multiples(nodes: list[Schema]) -> None:
     """Refuse numbers that an intersection of subschemas may bring together to one that is too large."""
     values = [value for node in nodes if isinstance(value := node.get("multipleOf"), int | float)]

@@ -189,6 +189,12 @@ class JsonFormat(Strict):
     value: Schema | None = None
     schema_: Schema | None = Field(None, alias="schema")
 
+    @model_validator(mode="after")
+    def _one_schema(self) -> "JsonFormat":
+        if None not in (self.value, self.schema_) and self.value != self.schema_:
+            raise ValueError("has a `value` and another `schema`, and takes one schema")
+        return self
+
     @property
     def guide(self) -> Schema:
         given = self.schema_ if self.value is None else self.value
