@@ -39,7 +39,7 @@ BUDGETS = {
     "lines of READMEs": 1_420,
     "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
-    "kB of object code": 1_360,
+    "kB of object code": 1_420,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
