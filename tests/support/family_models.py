@@ -173,4 +173,6 @@ def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.float32(0.2) * numbers
     if "embed" in name or name in ("head", "wte.weight", "wpe.weight"):
         return numbers
+    if name.endswith("attention.q_proj.weight"):  # of scores without a scale, as small as training leaves it
+        numbers = numbers / np.float32(math.sqrt(8))
     return numbers * np.float32(3 / math.sqrt(min(shape)))
