@@ -743,9 +743,12 @@ def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys)
 
 
 @pytest.mark.parametrize("place", [lambda model: model, lambda model: {"epoch": 3, "net": model}])
-def test_a_module_that_was_saved_whole_is_its_state_dict(tmp_path, place):
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_module_that_was_saved_whole_is_its_state_dict(tmp_path, place, protocol):
+    """Without buffers that no state dict has, such as a mask."""
     model = made(Scratch(True))
-    torch.save(place(model), tmp_path / "model.pt")
+    model.register_buffer("causal", torch.ones(T, T), persistent=False)
+    torch.save(place(model), tmp_path / "model.pt", pickle_protocol=protocol)
     write_json(tmp_path / "config.json", {"n_head": H})
     assert_computes(tmp_path / "model.pt", model)
 

@@ -123,7 +123,7 @@ def read_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> dict[s
     if others or any(len(a) > MAX_RANK for a, _ in layers.values()):
         what = f"changes {listed(others)}" if others else f"has a rank above {MAX_RANK}"
         raise CheckpointError(
-            f"{files.path} {what}: in lora_modules, only GPT-2's c_attn, c_proj and c_fc may differ. Merge it: lora."
+            f"{files.path} {what}: in lora_modules, only attention's and MLPs' matrices may differ. Merge it: lora."
         )
     return layers
 

@@ -98,6 +98,12 @@ class Stub:
     def append(self, item: Any) -> None: ...
 
 
+class SetItems(list):
+    """The items of a set, such as a module's names of buffers, none of which is hashed."""
+
+    add = list.append
+
+
 class CheckedDict(dict):
     """A dictionary without attributes (a state dict's `_metadata`), whose keys are names.
 
@@ -133,6 +139,8 @@ class TorchUnpickler(pickle._Unpickler):
             "torch._utils._rebuild_parameter": lambda view, _requires_grad, _hooks: view,
             **{f"torch.{storage}": dtype for storage, dtype in STORAGE_DTYPES.items()},
         }
+        if has_stubs:
+            self._allowed |= dict.fromkeys(("builtins.set", "__builtin__.set"), self._set_items)
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
@@ -164,6 +172,16 @@ class TorchUnpickler(pickle._Unpickler):
 
     dispatch |= {pickle.BUILD[0]: load_build, pickle.DICT[0]: load_dict}
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(self._checked_dict())
+    dispatch[pickle.EMPTY_SET[0]] = lambda self: self.append(SetItems())
+
+    def _set_items(self, items: Any = ()) -> SetItems:
+        """Return a list of a list's items: a text or another object may have more than the file."""
+        if type(items) not in (list, tuple):
+            raise ValueError("a set of something else than a list")
+        self._unspent -= len(items)
+        if self._unspent < 0:
+            raise ValueError("one list that is given to many sets")
+        return SetItems(items)
 
     def _checked_dict(self, pairs: Iterable[Any] = ()) -> CheckedDict:
         checked = CheckedDict(is_strict=not self.has_stubs)
@@ -196,7 +214,7 @@ def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, 
                 opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > MAX_INSTRUCTIONS
             ):
                 raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
-            if opcode.name in ("EMPTY_SET", "FROZENSET"):
+            if opcode.name == "FROZENSET" or (opcode.name == "EMPTY_SET" and not has_stubs):
                 raise ValueError("a set, which no state dict has")
         stop = file.tell()
         file.seek(start)
@@ -320,8 +338,11 @@ def _state_of(module: Any, prefix: str, visits: Iterator[int]) -> Iterator[tuple
     fields = fields_of(module)
     if next(visits) > MAX_VISITS or prefix.count(".") > MAX_MODULE_DEPTH:
         raise CheckpointError("a torch file holds modules in modules without end: it is hostile.")
+    unsaved = fields.get("_non_persistent_buffers_set")
+    unsaved = {name for name in unsaved if type(name) is str} if isinstance(unsaved, SetItems) else set()
     for name, value in {**fields_of(fields["_parameters"]), **fields_of(fields["_buffers"])}.items():
-        yield prefix + name, value
+        if name not in unsaved:
+            yield prefix + name, value
     for name, child in fields_of(fields["_modules"]).items():
         if _is_module(child):
             yield from _state_of(child, f"{prefix}{name}.", visits)
