@@ -86,7 +86,7 @@ def test_a_reply_with_an_error_is_a_record_and_the_others_are_done(run):
     }
     error = records["long"]["response"]["body"]["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-    assert "1 of 4 prompts failed" in err
+    assert '1 of 4 requests failed: "response" in their records says why' in err
 
 
 def test_a_run_is_continued(run, monkeypatch):
@@ -103,6 +103,9 @@ def test_a_run_is_continued(run, monkeypatch):
     code, _, err = run([LINES[2]])
     assert code == 2
     assert "which --input does not have: name another file" in err
+    code, _, err = run([*LINES, LONG], "--dtype", "bfloat16")
+    assert code == 2
+    assert "was made with dtype float32 and not bfloat16: name another file" in err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import FailedRequestError, RequestError, Terminated, TinyGPTError
 from ..weights.files import sync, sync_folder
@@ -97,9 +97,7 @@ def run_batch(
                 run = kind(args, pending, earlier, len(prompts), write)
                 num_failed += run.answer_on_ray() if args.ray else run.answer()
         if num_failed:
-            failed = (
-                f'{num_failed} of {counted(len(prompts), "prompt")} failed: "error" in their records says why'
-            )
+            failed = f"{num_failed} of {counted(len(prompts), kind.item)} failed: {kind.reason}"
             again = "" if target is None else f"; to have them tried again, remove these lines from {target}"
             raise TinyGPTError(f"{failed}{again}.")
 
@@ -112,6 +110,8 @@ Found = tuple[int, "RequestOutput | FailedRequestError"]
 class Run:
     """`write` takes a record's line; `total` counts the answered prompts too."""
 
+    item: ClassVar[str] = "prompt"
+    reason: ClassVar[str] = '"error" in their records says why'
     args: argparse.Namespace
     pending: list[PromptRecord]
     earlier: "Earlier"
@@ -281,7 +281,8 @@ def read_earlier(
             raise RequestError(
                 f"{place} answers id {record['id']!r} a second time: remove one of the two lines."
             )
-        dtype = record["dtype"]  # if "auto" was given, the first record decides for the others
+        if record["dtype"] != "auto":
+            dtype = record["dtype"]  # if "auto" was given, the first record decides for the others
         ids.add(record["id"])
         num_failed += "error" in record
         size += len(line)
@@ -322,10 +323,13 @@ def _check_record(
         raise RequestError(
             f"{place} was made by model {record['model']} and --model is {model}: name another file."
         )
-    if dtype not in ("auto", record["dtype"]):
-        raise RequestError(
-            f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file."
-        )
+    check_dtype(place, record["dtype"], dtype)
+
+
+def check_dtype(place: str, stated: str, dtype: str) -> None:
+    """Raise RequestError if an earlier record states another dtype than this run's; "auto" is any."""
+    if "auto" not in (stated, dtype) and stated != dtype:
+        raise RequestError(f"{place} was made with dtype {stated} and not {dtype}: name another file.")
 
 
 @contextmanager

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..aliases import OURS
 from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
 from ..sampling_params import SamplingParams
 from ..server.config import ServerConfig
-from .batch import Earlier, Run, read_earlier
+from .batch import Earlier, Run, check_dtype, read_earlier
 from .flags import FLAGS, compiling, load_llm
 from .streams import counted, log, rates, read_lines, read_object
 
@@ -62,6 +62,9 @@ class Reply:
 
 class OpenAIRun(Run):
     """A run whose `pending` are BatchRequests."""
+
+    item: ClassVar[str] = "request"
+    reason: ClassVar[str] = '"response" in their records says why'
 
     @classmethod
     def read(cls, path: Path, content: bytes, args: argparse.Namespace, params: SamplingParams) -> list[Any]:
@@ -150,16 +153,22 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
         if isinstance(record["custom_id"], str):
             status = record["response"]["status_code"]
             failure = {"error": status} if status >= FAILED else {}
-            return {"id": record["custom_id"], "dtype": "auto"} | failure
+            fingerprint = (
+                record["response"]["body"].get("system_fingerprint") or "auto"
+            )  # which ends in the dtype
+            return {"id": record["custom_id"], "dtype": fingerprint.rpartition("-")[2]} | failure
     return None
 
 
-def _check_record(place: str, record: dict[str, Any], prompt_of: dict[Any, Any], *_: Any) -> None:
+def _check_record(
+    place: str, record: dict[str, Any], prompt_of: dict[Any, Any], model: str, dtype: str
+) -> None:
     if record["id"] not in prompt_of:
         message = (
             f"{place} answers custom_id {record['id']!r}, which --input does not have: name another file."
         )
         raise RequestError(message)
+    check_dtype(place, record["dtype"], dtype)
 
 
 @contextmanager
