@@ -209,7 +209,7 @@ def test_rows_of_added_tokens_and_their_tokenizer_are_the_adapters(name, fields,
     assert load_tokenizer(merged).encode("<new>") == [VOCAB_SIZE]
     found = logits(merged, token_ids=added)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
-    with pytest.raises(CheckpointError, match="in lora_modules, only GPT-2's"):
+    with pytest.raises(CheckpointError, match="in lora_modules, only attention's"):
         read_lora(open_checkpoint(base), tmp_path / "adapter")
 
 
