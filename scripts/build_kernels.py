@@ -121,11 +121,13 @@ def void_builds(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     from tinygpt.kernels.cpu.keys import of_sources
     from tinygpt.kernels.cpu.native import SOURCES, asked_of
 
+    if differences(manifest):
+        return builds()
     void = []
     for target, dtype in builds():
         members = objects_of(manifest, target).get(dtype, {})
         right = of_sources(members, asked_of(target, vars(BUILDS[target])), SOURCES.parent)
-        if len(right) < len(members) or not members or differences(manifest):
+        if len(right) < len(members) or not members:
             void.append((target, dtype))
     return void
 

@@ -252,11 +252,11 @@ def read_earlier(
     model: str,
     dtype: str,
     record_in: "Callable[[bytes], dict[str, Any] | None] | None" = None,
-    check: Callable[..., None] | None = None,
+    id_field: str = "id",
 ) -> Earlier:
     """Find the prompts that the file already answers. Raise RequestError for anything but records of this run.
 
-    A half-written last record, as of a killed run, does not count. record_in, check: of another kind of records.
+    A half-written last record, as of a killed run, does not count. record_in, id_field: of another kind of records.
     """
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
@@ -276,7 +276,16 @@ def read_earlier(
             if line.endswith(b"\n") or not line.startswith(BEGINNING[: len(line)]):
                 raise RequestError(f"{place} is not a record of an earlier run: name another file.")
             break
-        (check or _check_record)(place, record, prompt_of, model, dtype)
+        if record["id"] not in prompt_of:
+            raise RequestError(
+                f"{place} answers {id_field} {record['id']!r}, which --input does not have: name another file."
+            )
+        if "model" in record:
+            _check_prompt_and_model(place, record, prompt_of[record["id"]], model)
+        if "auto" not in (record["dtype"], dtype) and record["dtype"] != dtype:
+            raise RequestError(
+                f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file."
+            )
         if record["id"] in ids:
             raise RequestError(
                 f"{place} answers id {record['id']!r} a second time: remove one of the two lines."
@@ -304,15 +313,9 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _check_record(
-    place: str, record: dict[str, Any], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
-) -> None:
-    if record["id"] not in prompt_of:
-        raise RequestError(
-            f"{place} answers id {record['id']!r}, which --input does not have: name another file."
-        )
+def _check_prompt_and_model(place: str, record: dict[str, Any], prompt: str | list[int], model: str) -> None:
     # [] became the BOS token.
-    if prompt_of[record["id"]] not in (record["prompt"], record["prompt_token_ids"], []):
+    if prompt not in (record["prompt"], record["prompt_token_ids"], []):
         raise RequestError(
             f"{place} answers another prompt than the one with id {record['id']!r}: name another file."
         )
@@ -323,13 +326,6 @@ def _check_record(
         raise RequestError(
             f"{place} was made by model {record['model']} and --model is {model}: name another file."
         )
-    check_dtype(place, record["dtype"], dtype)
-
-
-def check_dtype(place: str, stated: str, dtype: str) -> None:
-    """Raise RequestError if an earlier record states another dtype than this run's; "auto" is any."""
-    if "auto" not in (stated, dtype) and stated != dtype:
-        raise RequestError(f"{place} was made with dtype {stated} and not {dtype}: name another file.")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
 from ..sampling_params import SamplingParams
 from ..server.config import ServerConfig
-from .batch import Earlier, Run, check_dtype, read_earlier
+from .batch import Earlier, Run, read_earlier
 from .flags import FLAGS, compiling, load_llm
 from .streams import counted, log, rates, read_lines, read_object
 
@@ -119,7 +119,7 @@ class OpenAIRun(Run):
 
     @classmethod
     def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:
-        return read_earlier(path, requests, args.model, args.dtype, _record_in, _check_record)
+        return read_earlier(path, requests, args.model, args.dtype, _record_in, id_field="custom_id")
 
     def answer(self) -> int:
         llm, load_seconds = load_llm(self.args)
@@ -153,22 +153,9 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
         if isinstance(record["custom_id"], str):
             status = record["response"]["status_code"]
             failure = {"error": status} if status >= FAILED else {}
-            fingerprint = (
-                record["response"]["body"].get("system_fingerprint") or "auto"
-            )  # which ends in the dtype
-            return {"id": record["custom_id"], "dtype": fingerprint.rpartition("-")[2]} | failure
+            fingerprint = record["response"]["body"].get("system_fingerprint")  # ends in the dtype
+            return {"id": record["custom_id"], "dtype": (fingerprint or "auto").rpartition("-")[2]} | failure
     return None
-
-
-def _check_record(
-    place: str, record: dict[str, Any], prompt_of: dict[Any, Any], model: str, dtype: str
-) -> None:
-    if record["id"] not in prompt_of:
-        message = (
-            f"{place} answers custom_id {record['id']!r}, which --input does not have: name another file."
-        )
-        raise RequestError(message)
-    check_dtype(place, record["dtype"], dtype)
 
 
 @contextmanager

@@ -176,6 +176,11 @@ class TensorRule:
 NO_BIAS = TensorRule((), default=zeros)  # one in the files is unexpected
 
 
+def rule_of_qkv(usual: TensorRule) -> TensorRule:
+    """Take c_attn from a matrix each of queries, keys and values: "qkv" in the usual name stands for them."""
+    return TensorRule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
+
+
 def rule_in_out(parameter: str, name: str) -> TensorRule:
     """Take matrices of layers as (in, out)."""
     return TensorRule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..errors import LARGEST, CheckpointError, is_whole, or_null, shown, size_to
-from .family import NO_BIAS, Names, TensorRule, as_is
+from .family import NO_BIAS, Names, TensorRule, rule_of_qkv
 from .gpt2 import IGNORED
 from .model_type import Fields, ModelType
 
@@ -71,7 +71,7 @@ def _rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields
         return usual
     if parameter.endswith(".bias"):
         return NO_BIAS
-    return TensorRule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
+    return rule_of_qkv(usual)
 
 
 _ALLOWED = "of 'global' and 'local'"

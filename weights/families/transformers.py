@@ -26,8 +26,8 @@ from .family import (
     Names,
     TensorRule,
     Transform,
-    as_is,
     qkv_by_heads,
+    rule_of_qkv,
     written_config,
 )
 from .gpt2 import ALIASES, IGNORED
@@ -184,7 +184,7 @@ def rule_of_decoder(parameter: str, usual: TensorRule, config: ModelConfig, fiel
     if parameter == POSITIONS:
         return replace(usual, transform=WITHOUT_FIRST_ROWS)
     if ".c_attn." in parameter:
-        return TensorRule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
+        return rule_of_qkv(usual)
     return usual
 
 
