@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from support.engines import opened
-from support.golden_models import golden_ids, write_model
+from support.family_models import write_any
+from support.golden_models import golden_ids
 from support.oracles import live_model, traced
 from support.paths import EOS, VOCAB_SIZE
 from support.recorded import recorded
@@ -12,7 +13,8 @@ from support.tables import rows
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
-SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
+V = 90
+SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": V}
 VARIANTS = dict(
     rows("""
 plain | {}
@@ -22,16 +24,20 @@ unscaled | {"scale_attn_weights": false}
 upcast | {"reorder_and_upcast_attn": true, "tie_word_embeddings": false}
 """)
 )
+MODELS = {name: SIZES | fields for name, fields in VARIANTS.items()}
+# From position 68 on, a window begins in the second block of 64 keys.
+MODELS["local"] = {"model_type": "gpt_neo", "hidden_size": 48, "window_size": 5, "vocab_size": V}
+MODELS["local"] |= {"max_position_embeddings": 96}
 LENGTHS = [1, 13, 64, 90]
 TOLERANCE = 1e-4
 
 
 def ids_of(length: int) -> list[int]:
-    return golden_ids(length, f"{length} ids", SIZES["vocab_size"])
+    return golden_ids(length, f"{length} ids", V)
 
 
 def trace_of(variant: str, ids: list[int]):
-    return traced(live_model(**SIZES | VARIANTS[variant]), ids)
+    return traced(live_model(**MODELS[variant]), ids)
 
 
 @recorded
@@ -44,14 +50,14 @@ def attentions_of(variant: str, ids: list[int]) -> np.ndarray:
     return np.concatenate(trace_of(variant, ids)[1])  # (L, H, T, T)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=MODELS)
 def variant(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
 def llm(request, variant, tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp(variant), **SIZES | VARIANTS[variant])
+    folder = write_any(tmp_path_factory.mktemp(variant), **MODELS[variant])
     with LLM(str(folder), device=request.param, max_num_seqs=2, max_num_batched_tokens=40) as llm:
         yield llm
 
@@ -68,7 +74,9 @@ def test_they_equal_those_of_transformers(variant, llm, length):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
     maps = llm.attentions(ids)
     assert maps.dtype == np.float32
-    np.testing.assert_allclose(maps, attentions_of(variant, ids), rtol=0, atol=TOLERANCE)
+    wanted = attentions_of(variant, ids)
+    np.testing.assert_allclose(maps, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(maps[wanted == 0], 0)  # of what a query does not see
 
 
 @pytest.mark.parametrize(

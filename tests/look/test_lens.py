@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support import lens
-from support.golden_models import write_model
+from support.family_models import write_any
 from tinygpt import LLM, Edit
 
 TOLERANCE = 1e-5  # of an array's largest value
@@ -22,9 +22,7 @@ def theirs(name):
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def llm(request, name, tmp_path_factory):
-    with LLM(
-        str(write_model(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=request.param
-    ) as llm:
+    with LLM(str(write_any(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=request.param) as llm:
         yield llm
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support.golden_models import golden_array
+from support.golden_models import write_model as write_gpt2
 from support.tables import rows
 
 V = 61
@@ -78,6 +79,13 @@ def write_family(folder: Path, name: str, prefix: str | None = None, **others: A
     return write_model(folder, {**FAMILY_MODELS[name], **others}, prefix)
 
 
+def write_any(folder: Path, seed: str = "", **fields: Any) -> Path:
+    """A model of any sizes: with a model_type, fields over a family's usual ones, otherwise a GPT-2 of a seed."""
+    if "model_type" in fields:
+        return write_model(folder, family(**fields))
+    return write_gpt2(folder, seed, **fields)
+
+
 def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None) -> Path:
     kind = fields["model_type"]
     usual, embedding = LAYOUTS[kind][:2]
@@ -130,6 +138,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     C = next(fields[name] for name in ("hidden_size", "d_model", "n_embd") if name in fields)
     F = next((fields[name] for name in ("ffn_dim", "intermediate_size") if name in fields), 4 * C)
     E = fields.get("word_embed_proj_dim", C)
+    V = fields["vocab_size"]
     _, embedding, layers, norms, outer_norms = LAYOUTS[kind]
     parts = ("weight",) if kind == "mpt" else ("weight", "bias")  # of a norm
     if not fields.get("layer_norm_elementwise_affine", True):

@@ -19,6 +19,7 @@ MODELS = {
     "one-head": {"n_head": 1, "n_embd": 24, "n_layer": 3},
     "relu-narrow": {"activation_function": "relu", "n_inner": 20},
     "epsilon-untied": {"layer_norm_epsilon": 0.1, "tie_word_embeddings": False, "n_head": 5, "n_embd": 20},
+    "local": {"model_type": "gpt_neo", "hidden_size": 16, "num_heads": 2, "window_size": 3},
 }
 IDS = [5, 17, 3, 60, 22]
 # By name: a point, what TransformerLens's hook does to x (1, T, ...), and the fields of an Edit.
@@ -73,39 +74,47 @@ def ask(name: str) -> dict[str, np.ndarray]:
     """Return all arrays of a model without the axis of the batch, and logits (T, V) of each change."""
     import torch
     from transformer_lens import HookedTransformer, HookedTransformerConfig
-    from transformer_lens.pretrained.weight_conversions.gpt2 import convert_gpt2_weights
-    from transformers import GPT2LMHeadModel
+    from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_neo_weights
+    from transformers import AutoModelForCausalLM
 
-    from support.golden_models import write_model
+    from support.family_models import write_any
 
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
-        theirs = GPT2LMHeadModel.from_pretrained(write_model(Path(folder), **MODELS[name])).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(write_any(Path(folder), **MODELS[name])).eval()
     c = theirs.config
+    width = c.hidden_size
+    is_neo = c.model_type == "gpt_neo"
+    inner = c.intermediate_size if is_neo else c.n_inner
+    local = {"window_size": c.window_size, "attn_types": c.attention_layers} if is_neo else {}
     config = HookedTransformerConfig(
-        n_layers=c.n_layer,
-        d_model=c.n_embd,
-        n_ctx=c.n_positions,
-        d_head=c.n_embd // c.n_head,
-        n_heads=c.n_head,
-        d_mlp=c.n_inner or 4 * c.n_embd,
+        n_layers=c.num_hidden_layers,
+        d_model=width,
+        n_ctx=c.max_position_embeddings,
+        d_head=width // c.num_attention_heads,
+        n_heads=c.num_attention_heads,
+        d_mlp=inner or 4 * width,
         d_vocab=c.vocab_size,
         act_fn=c.activation_function,
         eps=c.layer_norm_epsilon,
         normalization_type="LN",
+        use_attn_scale=not is_neo,
+        use_local_attn=is_neo,
         use_attn_result=True,
         default_prepend_bos=False,
         device="cpu",
+        **local,
     )
     model = HookedTransformer(config)
     ids = torch.tensor([IDS])
-    model.load_state_dict(convert_gpt2_weights(theirs, config), strict=False)
+    weights = (convert_neo_weights if is_neo else convert_gpt2_weights)(theirs, config)
+    model.load_state_dict(weights, strict=False)
     logits, cache = model.run_with_cache(ids)
     found = {
         "logits": logits[0].numpy(),
         **{key: array[0].numpy() for key, array in cache.items() if "unembed" not in key},
     }
-    for label, (point, change, _) in changes(c.n_embd).items():
+    for label, (point, change, _) in changes(width).items():
         hook = lambda x, hook, change=change: change(x.clone(), torch.from_numpy)  # noqa: E731
         found[label] = model.run_with_hooks(ids, fwd_hooks=[(point, hook)])[0].numpy()
     stack, labels = cache.decompose_resid(return_labels=True)

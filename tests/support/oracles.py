@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from support.family_models import write_family
-from support.golden_models import GOLDEN_MODELS, write_model
+from support.family_models import write_any, write_family
+from support.golden_models import GOLDEN_MODELS
 from support.moe_models import EXPERT_LAYERS, H, T, moe_arrays
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, recorded
@@ -40,14 +40,14 @@ def model_of(name: str, **others: object) -> Any:
 
 
 def live_model(seed: str = "", **fields: object) -> Any:
-    """Return the model of write_model's files."""
+    """Return the model of write_any's files."""
     return _live_model(seed, json.dumps(fields))
 
 
 @functools.lru_cache(maxsize=4)
 def _live_model(seed: str, fields: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return read_model(write_model(Path(folder), seed, **json.loads(fields)))
+        return read_model(write_any(Path(folder), seed, **json.loads(fields)))
 
 
 def traced(model: Any, token_ids: list[int]) -> tuple[list[Any], Any]:
