@@ -7,21 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import sample_of
-from support.golden_models import golden_ids, live_peft_model, write_lora, write_model
-from support.oracles import generate
+from support.engines import log_softmax, sample_of
+from support.family_models import write_any
+from support.golden_models import golden_ids, write_lora
+from support.oracles import TOLERANCE, generate, live_peft_model
 from support.recorded import recorded
 from tinygpt import LLM
 from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
-FIELDS = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 90}
+V = 90
+FIELDS = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": V}
+NEO = {"model_type": "gpt_neo", "hidden_size": 32, "num_heads": 2, "window_size": 5, "vocab_size": V}
 ADAPTERS = {
     "layers": {"targets": ["c_attn", "c_proj", "c_fc"], "has_head": False},
     "head": {"targets": ["c_attn"], "has_head": True},
+    "neo": {"targets": ["q_proj", "k_proj", "v_proj"], "has_head": False},
 }
-PROMPT = golden_ids(9, vocab_size=90)
+MODELS = {"layers": FIELDS, "head": FIELDS, "neo": NEO}
+PROMPT = golden_ids(9, vocab_size=V)
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,19 @@ class Adapted:
 
 
 def write_adapter(folder: Path, name: str) -> Path:
-    return write_lora(folder, rank=3, **ADAPTERS[name], **FIELDS)
+    return write_lora(folder, rank=3, **ADAPTERS[name], **MODELS[name])
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
 def adapted(request, tmp_path_factory) -> Adapted:
     folder = tmp_path_factory.mktemp(request.param)
-    base = write_model(folder / "base", **FIELDS)
+    base = write_any(folder / "base", **MODELS[request.param])
     return Adapted(request.param, base, write_adapter(folder / "adapter", request.param))
 
 
 def live(name: str):
     with tempfile.TemporaryDirectory() as folder:
-        return live_peft_model(Path(folder), lambda adapter: write_adapter(adapter, name), **FIELDS)
+        return live_peft_model(Path(folder), lambda adapter: write_adapter(adapter, name), **MODELS[name])
 
 
 @recorded
@@ -67,11 +72,24 @@ def lora_greedy_of_peft(name: str, prompt: list[int], count: int) -> np.ndarray:
 def test_tokens_and_logits_equal_those_of_peft(adapted, device):
     logits = lora_logits_of_peft(adapted.name, PROMPT)
     with LLM(adapted.base, device=device, lora=adapted.adapter) as llm:
-        np.testing.assert_allclose(llm.logits(PROMPT), logits, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(llm.logits(PROMPT), logits, rtol=0, atol=TOLERANCE)
         tokens = sample_of(llm, PROMPT, max_tokens=20).token_ids
     assert tokens == lora_greedy_of_peft(adapted.name, PROMPT, 20).tolist()
     with LLM(adapted.base, device=device) as plain:
         assert np.abs(plain.logits(PROMPT) - logits).max() > 0.1  # the adapter does something
+
+
+@pytest.mark.parametrize("adapted", ["layers", "neo"], indirect=True)
+@pytest.mark.parametrize(
+    "device", ["reference", pytest.param("cpu", marks=pytest.mark.slow)]
+)  # a step with adapters compiles
+def test_a_request_with_an_adapter_equals_peft(adapted, device):
+    expected = log_softmax(lora_logits_of_peft(adapted.name, PROMPT))  # (T, V)
+    with LLM(adapted.base, device=device, lora_modules={"it": adapted.adapter}) as llm:
+        (output,) = llm.generate([PROMPT], max_tokens=20, prompt_logprobs=-1, lora_request="it")
+    found = np.array([[row[i] for i in range(V)] for row in output.prompt_logprobs[1:]])  # (T - 1, V)
+    np.testing.assert_allclose(found, expected[:-1], rtol=0, atol=TOLERANCE)
+    assert output.outputs[0].token_ids == lora_greedy_of_peft(adapted.name, PROMPT, 20).tolist()
 
 
 def test_what_is_refused(adapted, tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines import batches_of, log_softmax, sample_of, sizes
-from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
-from support.oracles import generate, live_model
+from support.golden_models import SOFT_PROMPTS, golden_ids, write_model, write_soft_prompt
+from support.oracles import generate, live_model, live_peft_model
 from support.recorded import recorded
 from support.sampling import any_params
 from tinygpt import LLM, SamplingParams

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from support.paths import EOS, VOCAB_SIZE
@@ -106,16 +105,17 @@ def golden_array(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 NEED_PEFT = "needs peft: pip install -e '.[parity]'"
+# (in, out) / C, of GPT-2 and of GPT-Neo
 MATRICES = {
     "attn.c_attn": (1, 3),
     "attn.c_proj": (1, 1),
     "mlp.c_fc": (1, 4),
     "mlp.c_proj": (4, 1),
-}  # (in, out) / C
+    **{f"attn.attention.{name}_proj": (1, 1) for name in ("q", "k", "v", "out")},
+}
 LORA = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "fan_in_fan_out": True,
     "bias": "none",
     "lora_alpha": 8,
 }
@@ -130,19 +130,20 @@ prefix | {"peft_type": "PREFIX_TUNING", "prefix_projection": false}
 
 
 def write_lora(folder: Path, rank: int, targets: list[str], has_head: bool, **fields: Any) -> Path:
-    """An adapter of write_model(**fields): `targets` of every layer, and the whole head where has_head."""
+    """An adapter of write_any(**fields): `targets` of every layer, and the whole head where has_head."""
     sizes = SMALL | fields
-    C, tensors = sizes["n_embd"], {}
+    C, tensors = sizes.get("hidden_size", sizes["n_embd"]), {}
     for layer in range(sizes["n_layer"]):
         for name, (wide, high) in MATRICES.items():
-            if name.split(".")[1] in targets:
+            if name.rpartition(".")[2] in targets:
                 for part, shape in {"lora_A": (rank, wide * C), "lora_B": (high * C, rank)}.items():
                     full = f"transformer.h.{layer}.{name}.{part}.weight"
                     tensors[full] = np.float32(0.3) * golden_array(full, shape)
     if has_head:
         tensors["lm_head.weight"] = golden_array("adapter lm_head", (sizes["vocab_size"], C))
     more = {"modules_to_save": ["lm_head"]} if has_head else {}
-    return _write(folder, {**LORA, "r": rank, "target_modules": targets, **more}, tensors)
+    config = {**LORA, "fan_in_fan_out": "model_type" not in fields, "r": rank, "target_modules": targets}
+    return _write(folder, config | more, tensors)
 
 
 def write_soft_prompt(folder: Path, kind: str, num_virtual_tokens: int, **fields: Any) -> Path:
@@ -161,15 +162,6 @@ def write_soft_prompt(folder: Path, kind: str, num_virtual_tokens: int, **fields
     }
     tensors = {"prompt_embeddings": golden_array(kind, (num_virtual_tokens, width))}
     return _write(folder, {**SOFT_PROMPTS[kind], **config}, tensors)
-
-
-def live_peft_model(folder: Path, write: Any, **fields: Any) -> Any:
-    """PEFT's model of what write(a folder) has written, on write_model(**fields), all in `folder`."""
-    peft = pytest.importorskip("peft", reason=NEED_PEFT)
-    from transformers import GPT2LMHeadModel
-
-    base = GPT2LMHeadModel.from_pretrained(write_model(folder / "base", **fields), dtype="float32")
-    return peft.PeftModel.from_pretrained(base, write(folder / "adapter")).eval()
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: Arrays) -> Path:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from support.family_models import write_any, write_family
-from support.golden_models import GOLDEN_MODELS
+from support.golden_models import GOLDEN_MODELS, NEED_PEFT
 from support.moe_models import EXPERT_LAYERS, H, T, moe_arrays
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, recorded
@@ -48,6 +49,13 @@ def live_model(seed: str = "", **fields: object) -> Any:
 def _live_model(seed: str, fields: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return read_model(write_any(Path(folder), seed, **json.loads(fields)))
+
+
+def live_peft_model(folder: Path, write: Any, **fields: Any) -> Any:
+    """Return PEFT's model of what write(a folder) has written, on write_any(**fields), all in `folder`."""
+    peft = pytest.importorskip("peft", reason=NEED_PEFT)
+    base = read_model(write_any(folder / "base", **fields))
+    return peft.PeftModel.from_pretrained(base, write(folder / "adapter")).eval()
 
 
 def traced(model: Any, token_ids: list[int]) -> tuple[list[Any], Any]:
