@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from support import gguf_writer
-from support.family_models import FAMILY_MODELS, write_family
+from support.family_models import FAMILY_MODELS, T, V, write_family
 from support.foreign import GGUF_KEYS, WRITERS, gguf_name, linear, nanogpt_state
+from support.golden_models import golden_ids
+from support.oracles import TOLERANCE, family_logits_of
 from support.processes import Result
 from support.recorded import MISSING
 from support.tables import rows
@@ -32,6 +34,7 @@ from support.tiny_checkpoint import (
     write_json,
 )
 from support.torch_files import Call, own_bytes
+from tinygpt import LLM
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError
 from tinygpt.weights import matching
@@ -451,9 +454,11 @@ def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_head
 
 NO_GGUF = rows("""
 opt   | has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM
-mpt-4 | and GGUF files are written of GPT-2 and BLOOM alone
-gpt-1 | and GGUF files are written of GPT-2 and BLOOM alone
+mpt-4 | holds MPT (positions alibi), and GGUF files are written of GPT-2 and BLOOM alone
+gpt-1 | holds GPT-1 (norm_placement post, final_norm False), and GGUF files are written of GPT-2 and BLOOM alone
 xglm  | and GGUF files are written of GPT-2 and BLOOM alone
+gpt-neo       | holds GPT-Neo (local_layers (1,), window_size 5), and GGUF files are written of GPT-2 and BLOOM alone
+gpt-neo-local | holds GPT-Neo (local_layers (0, 1), window_size 1), and GGUF files
 """)
 
 
@@ -464,6 +469,17 @@ def test_gguf_is_of_gpt2_and_bloom_alone(name, sentence, tmp_path, capsys):
     assert result.code == 2
     assert sentence in result.err
     assert not (tmp_path / "gguf").exists()
+
+
+def test_a_gpt_neo_of_global_layers_becomes_a_gpt2_of_gguf(tmp_path):
+    """Its scores have no scale, and llama.cpp divides by the square root of the head size: queries make up for it."""
+    source = write_family(tmp_path / "source", "gpt-neo-global")
+    folder = convert(source, tmp_path / "gguf", "--to", "gguf")
+    ids = golden_ids(T, vocab_size=V)
+    with LLM(folder / "model.gguf", device="reference") as llm:
+        assert llm.config.scale_attn_weights
+        found = llm.logits(ids)
+    np.testing.assert_allclose(found, family_logits_of("gpt-neo-global", ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("width", [24, 35])

@@ -116,9 +116,10 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
     """Raise CheckpointError if llama.cpp would compute the model otherwise, or rows are no whole blocks."""
     config = checkpoint.config
     if config.structure not in ARCHITECTURES.values():
+        structure = ", ".join(f"{name} {value}" for name, value in config.structure.items())
         raise CheckpointError(
-            f"{checkpoint.path} holds {checkpoint.family}, and GGUF files are written of GPT-2 and BLOOM alone: give "
-            "--to safetensors."
+            f"{checkpoint.path} holds {checkpoint.family} ({structure}), and GGUF files are written of GPT-2 and BLOOM "
+            "alone: give --to safetensors."
         )
     if config.activation != "gelu_tanh":
         raise CheckpointError(
