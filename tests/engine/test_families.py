@@ -1,14 +1,16 @@
 """Models that are no GPT-2: transformers' logits and tokens, and all that the engine offers, to the bit on the CPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from support import moe_models
 from support.cuda_device import on_a_gpu
-from support.engines import sample_of
+from support.engines import log_softmax, sample_of
 from support.family_models import FAMILY_MODELS, T, V, write_family
 from support.golden_models import golden_ids
 from support.moe_models import E, moe_arrays, write_moe
@@ -19,7 +21,7 @@ from support.tiny_checkpoint import convert
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.weights.config import DTYPES
+from tinygpt.weights.config import DTYPES, EMBEDDING
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = (
@@ -120,6 +122,55 @@ def test_a_look_inside(alone, name):
         np.testing.assert_allclose(maps, reference.attentions(ids), atol=1e-5)
 
 
+def test_a_slide_is_a_fresh_prompt_of_the_kept_tokens(alone, busy, same):
+    """Positions begin anew, and with them windows, of which the kept tokens fill several."""
+    size, stride = alone.max_model_len, 9
+    sliding = replace(GREEDY, max_tokens=size + stride, overflow="slide", stride=stride)
+    kept, sample = PROMPTS[2], sample_of(busy, PROMPTS[2], sliding)
+    assert len(kept + sample.token_ids) > size + 2 * stride
+    for token_id, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
+        if len(kept) < size:  # with all positions taken, `generate` has no room
+            fresh = sample_of(alone, kept, replace(GREEDY, max_tokens=1))
+            same(replace(sample, token_ids=[token_id], logprobs=[logprobs]), fresh)
+            kept = [*kept, token_id]
+        else:
+            assert token_id == alone.logits(kept)[-1].argmax()
+            kept = [*kept[stride:], token_id]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_logits(alone, busy):
+    ids = PROMPTS[2]
+    rows = busy.generate([ids], replace(GREEDY, prompt_logprobs=0))[0].prompt_logprobs
+    expected = log_softmax(alone.logits(ids))
+    found = [row[token_id] for token_id, row in zip(ids[1:], rows[1:], strict=True)]
+    np.testing.assert_allclose(found, expected[range(len(ids) - 1), ids[1:]], rtol=0, atol=1e-5)
+
+
+def test_beams_have_the_scores_of_their_tokens(alone, busy):
+    params = SamplingParams(max_tokens=8, num_beams=3, n=3, logprobs=0, ignore_eos=True)
+    (searched,) = busy.generate([PROMPTS[2]], params)
+    scores = alone.score(PROMPTS[2], [beam.token_ids for beam in searched.outputs])
+    for beam, score in zip(searched.outputs, scores, strict=True):
+        assert beam.cumulative_logprob == pytest.approx(score.cumulative_logprob, abs=1e-5)
+
+
+def test_embeddings_and_a_prefix_stand_for_the_tokens_that_they_were_made_of(alone, folder, device, tmp_path):
+    """The embeddings of all but the last, or the keys and values that a run has of them, as PEFT's files hold these."""
+    first, last = PROMPTS[2][:-1], PROMPTS[2][-1:]
+    checkpoint = open_checkpoint(folder)
+    embeds = checkpoint.tensor(EMBEDDING)[first] * checkpoint.config.embed_scale
+    _, cache = alone.run_with_cache(first, ["attn.hook_k", "attn.hook_v"])
+    arrays = [cache[kind, layer][0] for layer in range(alone.config.n_layer) for kind in ("k", "v")]
+    prefix = np.stack(arrays, 1).reshape(len(first), -1)  # (P, 2 L C)
+    save_file({"prompt_embeddings": prefix}, tmp_path / "prefix.safetensors")
+    expected = sample_of(alone, PROMPTS[2], GREEDY)
+    with LLM(folder, device=device, soft_prompts={"prefix": tmp_path / "prefix.safetensors"}) as llm:
+        for fields in ({"prompt_embeds": embeds}, {"soft_prompt": "prefix"}):
+            sample = sample_of(llm, last, replace(GREEDY, **fields))
+            assert sample.token_ids == expected.token_ids
+            assert sample.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["bloom-6", "mpt-6"], ids=str)
 def test_alibi_has_no_last_position(name, device, tmp_path):
     """The length of training is the default, and no limit."""
@@ -136,14 +187,23 @@ def test_alibi_has_no_last_position(name, device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.04), ("int8", 0.055), ("int4", 0.4)])
-def test_other_dtypes(folder, dtype, limit, tmp_path):
-    """Near the reference, where unrelated logits differ by 1.4 std: up to 0.027, 0.037 and 0.28 were measured of these
-    small and sharp models. And with bits of their own, whoever else is there."""
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"dtype": "bfloat16"}, 0.04),
+        ({"dtype": "int8"}, 0.055),
+        ({"dtype": "int4"}, 0.4),
+        ({"kv_cache_dtype": "int8"}, 0.04),
+    ],
+    ids=str,
+)
+def test_other_dtypes(folder, options, limit, tmp_path):
+    """Near the reference, where unrelated logits differ by 1.4 std: up to 0.027, 0.037, 0.28 and 0.027 were measured of
+    these small and sharp models. And with bits of their own, whoever else is there."""
     ids = golden_ids(30, "dtypes", V)
     with LLM(folder, device="reference") as reference:
         expected = reference.logits(ids)
-    with LLM(folder, dtype, max_num_batched_tokens=8, max_num_seqs=3) as llm:
+    with LLM(folder, **options, max_num_batched_tokens=8, max_num_seqs=3) as llm:
         logits = llm.logits(ids)
         assert np.sqrt(((logits - expected) ** 2).mean()) < limit * expected.std()
         together = llm.generate(PROMPTS, GREEDY)
