@@ -187,9 +187,12 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 
 def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     options = GPT2_SPECIAL_TOKENS | options
-    before = options["bos_token"] if options.get("add_bos_token") else None
-    after = options["eos_token"] if options.get("add_eos_token") else None
-    return _spec(model, options, None, dict(_BYTE_LEVEL), dict(_BYTE_LEVEL), before, after)
+    return _spec(model, options, None, dict(_BYTE_LEVEL), dict(_BYTE_LEVEL), *_around(options))
+
+
+def _around(options: dict[str, Any]) -> list[Any]:
+    """Return the tokens before and after each text, None for none."""
+    return [options[f"{name}_token"] if options.get(f"add_{name}_token") else None for name in ("bos", "eos")]
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +229,7 @@ def _from_sentencepiece(path: Path, options: dict[str, Any]) -> tuple[dict[str, 
     older = _read_json_if_there(path.parent / "config.json")  # which had the class
     options = {"tokenizer_class": older.get("tokenizer_class")} | options
     model, options = read_sentencepiece(path, options)
-    ends = [options[f"{end}_token"] if options.get(f"add_{end}_token") else None for end in ("bos", "eos")]
-    return _spec(model, options, None, None, None, *ends), options
+    return _spec(model, options, None, None, None, *_around(options)), options
 
 
 def _bert_normalizer(

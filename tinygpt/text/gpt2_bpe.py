@@ -232,10 +232,7 @@ class ByteLevelBPE(ByteTokens):
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         ids = list(self._before)
         for part in self._splitter.split(text, split_special_tokens):
-            if isinstance(part, str):
-                ids += self._encode_plain(part)
-            else:
-                ids.append(part)
+            ids += self._encode_plain(part) if isinstance(part, str) else [part]
         return ids + self._after
 
     def _encode_plain(self, text: str) -> list[int]:

@@ -1,5 +1,6 @@
 """Files of sentencepiece, and the rules that transformers' classes of tokenizers put around them."""
 
+import re
 import unicodedata
 from collections.abc import Mapping
 from functools import partial
@@ -19,24 +20,20 @@ CLASSES = {
     "T5Tokenizer": _T5,
     "MT5Tokenizer": _T5,
     "LlamaTokenizer": {**_ENDS, "bos_token": "<s>", "add_bos_token": True},
-    "GPTSw3Tokenizer": {
-        "bos_token": "<s>",
-        "eos_token": "<|endoftext|>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-    },
+    "GPTSw3Tokenizer": {**_ENDS, "bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"},
 }
 # GPT-SW3 was trained on texts without these controls, and with spaces of one kind.
-_CONTROLS = (*range(9), *range(11, 32), *range(127, 161), 0xAD, 0x200B)
-_SPACES = "\u2002\u2003\u2005\u2008\u2009\u200a\u202f\u3000\ufffc"
-_GPT_SW3 = {**dict.fromkeys(_CONTROLS), **dict.fromkeys(map(ord, _SPACES), " ")}
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\xa0\xad\u200b]")
+_SPACES = re.compile("[\u2002\u2003\u2005\u2008-\u200a\u202f\u3000\ufffc]")
 
 
 def _clean(lowers: bool, is_gpt_sw3: bool, text: str) -> str:
     """Return the text that the package takes. A character is lowered by itself, as in transformers."""
     if lowers:
         text = "".join(map(str.lower, text))
-    return unicodedata.normalize("NFC", text.translate(_GPT_SW3)) if is_gpt_sw3 else text
+    if is_gpt_sw3:
+        text = unicodedata.normalize("NFC", _SPACES.sub(" ", _CONTROLS.sub("", text)))
+    return text
 
 
 def read_sentencepiece(path: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -57,14 +54,11 @@ def read_sentencepiece(path: Path, options: Mapping[str, Any]) -> tuple[dict[str
         )
     processor = _load(path)
     pieces = [processor.id_to_piece(i) for i in range(len(processor))]
-    named = {
-        "bos_token": processor.bos_id(),
-        "eos_token": processor.eos_id(),
-        "unk_token": processor.unk_id(),
-    }
-    own = {name: pieces[i] for name, i in named.items() if i >= 0}
-    options = {**dict.fromkeys(NAMED_TOKENS), **CLASSES.get(class_name, own), **options}
-    extra_ids = options.get("extra_ids", 0)
+    ends = {"bos": processor.bos_id(), "eos": processor.eos_id(), "unk": processor.unk_id()}
+    own = {f"{name}_token": pieces[i] for name, i in ends.items() if i >= 0}
+    usual = CLASSES.get(class_name, own)
+    options = {**dict.fromkeys(NAMED_TOKENS), **usual, **options}
+    extra_ids = options.get("extra_ids") or 0
     if extra_ids > MAX_EXTRA_IDS:
         raise CheckpointError(
             f"the tokenizer of {path} has {extra_ids} extra_ids; at most {MAX_EXTRA_IDS} are taken."
@@ -73,11 +67,14 @@ def read_sentencepiece(path: Path, options: Mapping[str, Any]) -> tuple[dict[str
     gap = {"special": True, "lstrip": True, "rstrip": True}
     gaps = {len(pieces) + i: {"content": f"<extra_id_{extra_ids - 1 - i}>", **gap} for i in range(extra_ids)}
     options["added_tokens_decoder"] = gaps | options.get("added_tokens_decoder", {})
-    clean = partial(_clean, bool(options.get("do_lower_case")), class_name == "GPTSw3Tokenizer")
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    ends_once = CLASSES.get(class_name) is _T5  # it adds no second end
-    parts = {"vocab": vocab, "processor": processor, "clean": clean, "ends_once": ends_once}
-    return {"type": "sentencepiece", **parts}, options
+    model = {
+        "type": "sentencepiece",
+        "vocab": {piece: i for i, piece in enumerate(pieces)},
+        "processor": processor,
+        "clean": partial(_clean, bool(options.get("do_lower_case")), class_name == "GPTSw3Tokenizer"),
+        "ends_once": usual is _T5,  # it adds no second end
+    }
+    return model, options
 
 
 def _load(path: Path) -> Any:
@@ -92,6 +89,7 @@ def _load(path: Path) -> Any:
     try:
         processor.LoadFromSerializedProto(read_regular(path))
     except (OSError, RuntimeError) as error:
-        why = f"cannot be read as a model of sentencepiece ({error}); {how_to_replace(path)}"
-        raise CheckpointError(f"{path} {why}, or give token ids.") from None
+        raise CheckpointError(
+            f"{path} cannot be read as a model of sentencepiece ({error}); {how_to_replace(path)}, or give token ids."
+        ) from None
     return processor

@@ -138,13 +138,14 @@ class SentencePieceTokenizer(SpelledTokens):
     """A sentencepiece model of `read_tokenizer`, run by its own package."""
 
     def __init__(self, spec: dict[str, Any]):
-        model, added = spec["model"], spec["added_tokens"]
-        super().__init__(model["vocab"] | {entry["content"]: entry["id"] for entry in added}, spec)
+        model = spec["model"]
+        added = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+        super().__init__(model["vocab"] | added, spec)
         self._processor = model["processor"]
-        self._clean: Callable[[str], str] = model["clean"]
-        self._ends_once: bool = model["ends_once"]
-        self._splitter = AddedTokenSplitter(added)
-        self._added_ids = {entry["id"] for entry in added}
+        self._clean = model["clean"]
+        self._ends_once = model["ends_once"]
+        self._added_ids = {*added.values()}
+        self._splitter = AddedTokenSplitter(spec["added_tokens"])
         self._before, self._after = template_ids(spec["post_processor"])
         if self._after == [self.eos_token_id]:
             logger.warning(
@@ -155,10 +156,7 @@ class SentencePieceTokenizer(SpelledTokens):
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         ids = list(self._before)
         for part in self._splitter.split(text, split_special_tokens):
-            if isinstance(part, str):
-                ids += self._processor.encode(self._clean(part))
-            else:
-                ids.append(part)
+            ids += self._processor.encode(self._clean(part)) if isinstance(part, str) else [part]
         is_ended = self._ends_once and ids[-1:] == self._after
         return ids if is_ended else ids + self._after
 
