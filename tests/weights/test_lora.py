@@ -253,6 +253,8 @@ def factors(module, out, inner):
 gpt-neo | transformer.h.1 | ["attn.attention.q_proj", "attn.attention.v_proj"]
 gpt-neo | transformer.h.0 | ["attn.attention.k_proj", "attn.attention.out_proj", "mlp.c_fc", "mlp.c_proj"]
 opt | model.decoder.layers.1 | ["self_attn.v_proj", "self_attn.q_proj", "fc1"]
+bloom-6 | transformer.h.1 | ["self_attention.query_key_value", "mlp.dense_h_to_4h"]
+mpt-6 | transformer.blocks.0 | ["attn.Wqkv", "ffn.down_proj"]
 """),
 )
 def test_an_adapter_of_joined_matrices_by_request_is_its_merged_weights(name, place, targets, tmp_path):

@@ -118,7 +118,7 @@ def read_lora(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> dict[s
     """
     _, model, files, contents = _read(checkpoint, adapter)
     others = [*contents.replaced, *contents.extras.wanted]
-    others += [name for name in contents.factors if not _is_plain(name, model)]
+    others += [name for name in contents.factors if not _is_linear(model.parts[name].parameter)]
     layers = {} if others else _layer_factors(contents, model)
     if others or any(len(a) > MAX_RANK for a, _ in layers.values()):
         what = f"changes {listed(others)}" if others else f"has a rank above {MAX_RANK}"
@@ -134,23 +134,19 @@ def _layer_factors(contents: _Contents, model: Model) -> dict[str, tuple[np.ndar
     ups: dict[str, list[np.ndarray]] = {}
     for name, (a, b, scale) in contents.factors.items():
         parameter = model.parts[name].parameter
-        sources = model.rules[parameter].sources
-        C = b.shape[0]
-        up = np.zeros((len(sources) * C, b.shape[1]), np.float32)
-        start = sources.index(name) * C
-        up[start : start + C] = b.float32() * np.float32(scale)
+        rule = model.rules[parameter]
+        up = b.float32() * np.float32(scale)  # (out, r), also of a matrix that is stored as (in, out)
+        if rule.transform != TRANSPOSED:
+            zero = np.zeros_like(up)
+            up = rule.transform.of_arrays(*(up if source == name else zero for source in rule.sources))
         layer = parameter.removesuffix(".weight")
         downs.setdefault(layer, []).append(a.float32())
         ups.setdefault(layer, []).append(up)
     return {layer: (np.concatenate(downs[layer]), np.concatenate(ups[layer], axis=1)) for layer in downs}
 
 
-def _is_plain(name: str, model: Model) -> bool:
-    parameter = model.parts[name].parameter
-    rule = model.rules[parameter]
-    is_joined = rule.transform.axis == 0 and rule.transform.of_part is None
-    is_read = is_joined if len(rule.sources) > 1 else rule.transform in (AS_IS, TRANSPOSED)
-    return is_read and is_transposed(parameter) and ".experts." not in parameter
+def _is_linear(parameter: str) -> bool:
+    return is_transposed(parameter) and ".experts." not in parameter
 
 
 def _read(

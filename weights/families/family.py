@@ -112,9 +112,9 @@ class Transform:
     def of(self, parts: tuple[Tensor, ...]) -> Tensor:
         if len(parts) == 1 and self.of_part is None and self.of_whole is None:
             return parts[0]
-        return LazyTensor(self._apply, parts)
+        return LazyTensor(self.of_arrays, parts)
 
-    def _apply(self, *arrays: np.ndarray) -> np.ndarray:
+    def of_arrays(self, *arrays: np.ndarray) -> np.ndarray:
         parts = [self.of_part(array) for array in arrays] if self.of_part else arrays
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
         return self.of_whole(whole) if self.of_whole else whole
