@@ -10,9 +10,19 @@ from tinygpt import LLM, Edit
 TOLERANCE = 1e-5  # of an array's largest value
 
 
-@pytest.fixture(scope="module", params=lens.MODELS)
-def name(request):
+CASES = [(name, device) for name in lens.MODELS for device in ("reference", "cpu")]
+COMPILES = ("local", "cpu")
+SLOW = pytest.param(COMPILES, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[SLOW if case == COMPILES else case for case in CASES], ids=str)
+def case(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def name(case):
+    return case[0]
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +30,10 @@ def theirs(name):
     return lens.kept(name)
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def llm(request, name, tmp_path_factory):
-    with LLM(str(write_any(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=request.param) as llm:
+@pytest.fixture(scope="module")
+def llm(case, tmp_path_factory):
+    name, device = case
+    with LLM(str(write_any(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=device) as llm:
         yield llm
 
 
@@ -71,6 +82,7 @@ def test_the_caches_methods(llm, theirs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", lens.MODELS, scope="module")
 def test_what_was_kept_is_what_transformer_lens_says(name, theirs):
     pytest.importorskip("transformer_lens.HookedTransformer")
     live = lens.ask(name)
