@@ -259,7 +259,9 @@ def test_logits_and_greedy_tokens(name, device, tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["opt", "opt-350m", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
+@pytest.mark.parametrize(
+    "name", ["opt", "opt-350m", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "gpt-neo"]
+)
 def test_the_command(name, tmp_path, capsys):
     flags = [str(write_family(tmp_path, name)), "--device", "reference", "--max-tokens", "4"]
     layers = [] if name == "opt-350m" else ["--layers"]

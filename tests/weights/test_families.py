@@ -366,7 +366,7 @@ def test_the_table_of_older_releases_and_masks_are_ignored(tmp_path):
     assert sorted(open_checkpoint(folder).ignored) == sorted(extra)
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
+@pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "gpt-neo"])
 def test_what_is_missing_and_what_is_too_much_are_named_as_the_files_have_it(name, tmp_path):
     folder = write_family(tmp_path, name)
     tensors = load_file(folder / "model.safetensors")
