@@ -105,7 +105,7 @@ def write_scales(path: Path, sizes: dict[str, np.ndarray]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", ["opt", "opt-350m", "bloom-6", "mpt-6", "xglm"])
+@pytest.mark.parametrize("model", ["opt", "opt-350m", "bloom-6", "mpt-6", "xglm", "gpt-neo"])
 def test_sizes_of_the_tool_are_those_of_our_calibration(model, tmp_path):
     checkpoint = open_checkpoint(write_family(tmp_path, model))
     measured = calibrate(checkpoint, "a text", TOOL_IDS, "int8", 0.5)

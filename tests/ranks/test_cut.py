@@ -90,10 +90,10 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
         assert (params.lm_head.weight.panels.shape[1] == 1) or part.is_last or (part.is_first and tied)
 
 
-@pytest.mark.parametrize("name", ["bloom-6", "mpt-6", "opt-no-final-norm", "gpt-1", "xglm"])
+@pytest.mark.parametrize("name", ["bloom-6", "mpt-6", "opt-no-final-norm", "gpt-1", "xglm", "gpt-neo"])
 def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path, name):
     """ALiBi's slopes by heads; a norm behind the embeddings in the first stage alone; no norm before the head;
-    embeddings that are multiplied."""
+    embeddings that are multiplied; windows by layers."""
     source = ModelSource.open(LLMArgs(write_family(tmp_path, name), "float32"))
     converted = to_file(load_arrays(source.checkpoint, "float32"))
     layout = Layout(2 if source.config.n_head > 3 else 1, 2)
