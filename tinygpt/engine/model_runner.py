@@ -186,7 +186,7 @@ def _check_numba() -> None:
 
     if not other_code(os.environ):  # no setting of Numba's, which is slow to import
         return
-    from numba.core import config
+    from ..kernels.cpu.compiler import config
 
     if config.DISABLE_JIT:
         raise DeviceError(
