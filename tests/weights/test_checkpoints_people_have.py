@@ -155,8 +155,8 @@ KINDS = {
     "minGPT, makemore": (Nano, lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
     "Lightning": (
         Nano,
-        lambda m: {"state_dict": prefixed(m, "net."), "hyper_parameters": {"n_head": 4}},
-        {"n_head": H},
+        lambda m: {"state_dict": prefixed(m, "net."), "hyper_parameters": {"n_head": H}},
+        None,
         "minGPT",
     ),
     "a compiled model": (
@@ -165,11 +165,11 @@ KINDS = {
         {"n_head": H},
         "minGPT",
     ),
-    "net": (Nano, lambda m: beside(m, "net", n_head=4), {"n_head": H}, "minGPT"),
+    "net": (Nano, lambda m: beside(m, "net", n_head=H), None, "minGPT"),
     "ema": (
         lambda: Nano(bias=False, norm_bias=False),
-        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": 4}}},
-        {"n_head": H, "bias": False},
+        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": H}}},
+        {"bias": False},
         "minGPT",
     ),
     "norms with biases": (lambda: Nano(**MIXED), lambda m: beside(m, "model"), {"n_head": H}, "minGPT"),

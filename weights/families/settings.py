@@ -1,12 +1,12 @@
 """What no tensor shows: settings in the files of weights, in config.json and of programs, as one ModelConfig."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ..config import ACTIVATIONS, ModelConfig
-from ..containers.torch import fields_of
+from ..containers.torch import Stub, fields_of
 from ..errors import is_whole, shown
 from ..files import read_json
 from .family import NONE, Source, checked_config
@@ -68,24 +68,35 @@ def checked_heads(source: Source, n_head: Any) -> Any:
 
 
 def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return UNSEEN fields of the file's own settings.
+    """Return UNSEEN fields of the file's own settings, and next to no others of settings without sizes.
 
     Raise CheckpointError if two of them, or config.json, state different values.
     """
-    stated: dict[str, Any] = {}
-    for fields in settings_of(source, sizes):
-        values = [("n_head", heads) for heads in _numbers_in(fields).get("n_head", ())]
-        values += [(name, value) for name, value in _unseen_in(fields).items() if value is not None]
-        for name, value in values:
-            if _meaning(stated.setdefault(name, value)) != _meaning(value):
-                both = f"{shown(stated[name])} and {shown(value)}"
-                raise source.error(f"states the {name} {both}: save it with one of them.")
+    stated = _agreed(source, settings_of(source, sizes))
+    stated |= _agreed(source, _without_sizes(source), but=stated)
     beside = _unseen_in(source.beside)
     for name in stated.keys() & beside.keys():
         if beside[name] is not None and _meaning(beside[name]) != _meaning(stated[name]):
             both = f"{shown(stated[name])}, and config.json beside it {shown(beside[name])}"
             raise source.error(f"has {name} {both}: correct that one.")
     return stated
+
+
+def _agreed(
+    source: Source, settings: Iterable[Mapping[str, Any]], but: Mapping[str, Any] = NONE
+) -> dict[str, Any]:
+    """Raise CheckpointError if two settings have different values of a field."""
+    agreed: dict[str, Any] = {}
+    for fields in settings:
+        values = [("n_head", heads) for heads in _numbers_in(fields).get("n_head", ())]
+        values += [(name, value) for name, value in _unseen_in(fields).items() if value is not None]
+        for name, value in values:
+            if name in but:
+                continue
+            if _meaning(agreed.setdefault(name, value)) != _meaning(value):
+                both = f"{shown(agreed[name])} and {shown(value)}"
+                raise source.error(f"states the {name} {both}: save it with one of them.")
+    return agreed
 
 
 def norms_come_first(source: Source) -> bool:
@@ -112,8 +123,17 @@ def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, 
             yield fields
 
 
+def _without_sizes(source: Source) -> Iterator[dict[str, Any]]:
+    """Yield the fields of dictionaries and objects that state heads or an activation, and no width or layers."""
+    for fields in fields_in(source.container.metadata):
+        numbers = _numbers_in(fields)
+        is_stated = "n_head" in numbers or "activation_function" in fields
+        if is_stated and not numbers.keys() & {"n_embd", "n_layer"}:
+            yield fields
+
+
 def fields_in(metadata: Any) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dictionary and object once: a pickle may contain itself."""
+    """Yield the fields of each dictionary and object, in lists too, once: a pickle may contain itself."""
     left = [metadata]
     taken: dict[int, Any] = {}  # by id, which is an object's own as long as it lives
     while left:
@@ -125,7 +145,8 @@ def fields_in(metadata: Any) -> Iterator[dict[str, Any]]:
             taken[id(value)] = value
             fields = fields_of(value)
             yield fields
-            left += fields.values()
+            is_list = isinstance(value, list | tuple)
+            left += [one for one in value if isinstance(one, dict | Stub)] if is_list else fields.values()
 
 
 def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
@@ -133,7 +154,8 @@ def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
     numbers = defaultdict(list)
     for name, value in fields.items():
         ours = _OURS.get(name.lower().replace("_", ""))
-        if isinstance(value, str) and value.isdecimal() and len(value) < 10:  # in a header of texts
+        is_number_in_text = isinstance(value, str) and value.isdecimal() and len(value) < 10  # in a header
+        if is_number_in_text or (isinstance(value, float) and value.is_integer()):
             value = int(value)
         if ours and is_whole(value):
             numbers[ours].append(value)
