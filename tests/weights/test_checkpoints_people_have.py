@@ -394,6 +394,14 @@ def test_norms_without_biases_may_be_of_another_kind(tmp_path, fields):
     )
 
 
+@pytest.mark.parametrize("value", ["False", "false", 0])
+def test_norms_without_biases_by_a_boolean_in_other_words(tmp_path, value):
+    model = made(Nano(norm_bias=False))
+    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"n_head": H, "bias": value})
+    assert_computes(tmp_path / "ckpt.pt", model)
+
+
 def test_all_that_lies_beside_nanogpt_is_listed(tmp_path):
     torch.save({"model": made(Nano()).state_dict(), "model_args": NANO_ARGS, **BESIDE}, tmp_path / "ckpt.pt")
     ignored = open_checkpoint(tmp_path / "ckpt.pt").ignored
@@ -732,7 +740,10 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-@pytest.mark.parametrize(("beside", "settings"), [(False, {}), (True, {"norm_first": False})])
+@pytest.mark.parametrize(
+    ("beside", "settings"),
+    [(False, {}), (0, {}), ("False", {}), *((True, {"norm_first": value}) for value in (False, "False", 0))],
+)
 def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys):
     """By config.json, or by the settings in the file, whatever config.json says."""
     state = {name: torch.tensor(array) for name, array in torchs_layers(made(OfTorch())).items()}
@@ -740,6 +751,38 @@ def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys)
     write_json(tmp_path / "config.json", RELU | {"norm_first": beside})
     assert cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"]) == 2
     assert "has norm_first false: its layer norms come after its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"norm_first": "yes"}, "has norm_first 'yes', which must be true or false"),
+        ({"norm_first": None}, "write .* with norm_first, true if"),
+        ({"norm_first": True, "do_layer_norm_before": "False"}, None),
+        ({"norm_first": "True"}, None),
+        ({"norm_first": 1}, None),
+    ],
+    ids=str,
+)
+def test_a_boolean_is_read_as_a_text_too(tmp_path, fields, sentence, capsys):
+    model = made(OfTorch())
+    state = {name: torch.tensor(array) for name, array in torchs_layers(model).items()}
+    torch.save(state, tmp_path / "m.pt")
+    write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "relu"} | fields)
+    code = cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"])
+    err = capsys.readouterr().err
+    if sentence is None:
+        assert code == 0, err
+        assert_computes(tmp_path / "m.pt", model)
+    else:
+        assert code == 2
+        assert re.search(sentence, err)
+
+
+def test_norms_that_a_text_says_come_after_the_blocks_are_asked_for(tmp_path):
+    config = RELU | {"do_layer_norm_before": "False"}
+    folder = write_named(tmp_path, arrays_of(made(OfTorch())), OF_TORCH, config)
+    assert_refused(folder, "write .* with do_layer_norm_before, true")
 
 
 @pytest.mark.parametrize("place", [lambda model: model, lambda model: {"epoch": 3, "net": model}])

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import ACTIVATIONS, ModelConfig
 from ..containers.torch import Stub, fields_of
-from ..errors import is_whole, shown
+from ..errors import is_whole, shown, truth_of
 from ..files import read_json
 from .family import NONE, Source, checked_config
 
@@ -100,12 +100,12 @@ def _agreed(
 
 
 def norms_come_first(source: Source) -> bool:
-    """Return whether files have the norm_first of torch's layers. Raise CheckpointError if it is false."""
-    values = [
-        fields["norm_first"] for fields in fields_in(source.container.metadata) if "norm_first" in fields
-    ]
-    values += [source.beside["norm_first"]] if "norm_first" in source.beside else []
-    if values and not all(values):
+    """Return whether files have the norm_first of torch's layers. Raise CheckpointError if it is not true."""
+    settings = [*fields_in(source.container.metadata), source.beside]
+    values = [fields["norm_first"] for fields in settings if fields.get("norm_first") is not None]
+    if strange := [value for value in values if truth_of(value) is None]:
+        raise source.error(f"has norm_first {shown(strange[0])}, which must be true or false.")
+    if not all(map(truth_of, values)):
         raise source.error("has norm_first false: its layer norms come after its blocks, and it is no GPT-2.")
     return bool(values)
 
