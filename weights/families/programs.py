@@ -154,7 +154,7 @@ class Program:
     """A program's GPT-2: its names of parameters, and all that its files do not say.
 
     activation: None if a config.json has to say it. asks: what it has to say then. is_its: whether settings or tensors
-    are the program's. is_guess: they may be another's. is_tied: whether the head is the embedding.
+    are the program's. is_guess: whether they may be another's. is_tied: whether the head is the embedding.
     has_all_biases_or_none: of norms and matrices.
     """
 
@@ -162,7 +162,7 @@ class Program:
     description: Description
     activation: str | None
     is_its: Callable[[Model], Any] = lambda model: True
-    is_guess: bool = False
+    is_guess: Callable[[Model], bool] = lambda model: False
     asks: tuple[str, ...] = tuple(_ASKED)
     is_tied: bool = False
     has_all_biases_or_none: bool = False
@@ -209,7 +209,7 @@ class Program:
         said |= renamed(sizes, {"n_head": "n_head"})  # by a matrix of each
         config = config_of_parts(source, "the checkpoint", guessed, sizes, said)
         is_said = {"activation_function", _MINGPTS} & {*source.beside, *_gpt_config(model)}
-        if self.is_guess and not is_said:
+        if not is_said and self.is_guess(model):
             logger.warning(
                 f"{source.path} does not say its activation_function, which is {self.activation} as in {self.name}: "
                 'write config.json with "gelu" if it is by erf, as nanoGPT\'s is'
@@ -271,9 +271,10 @@ BUILD_NANOGPT = Program(
     _LINEAR_GPT2,
     "gelu_new",
     is_its=lambda model: _gpt_config(model).keys() == _GPT_CONFIG,
+    is_guess=lambda model: not _settings(model.source),  # of a dictionary
     is_tied=True,
 ).family
-MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new", is_its=_is_mingpts, is_guess=True).family
+MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new", is_its=_is_mingpts, is_guess=lambda model: True).family
 UNDECIDED = Program(
     "GPT-2 of nanoGPT's names",
     _LINEAR_GPT2,
