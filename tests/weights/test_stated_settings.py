@@ -136,6 +136,16 @@ def test_an_activation_that_the_file_states_is_read(tmp_path, sizes):
     assert_refused(tmp_path, "has activation_function 'gelu', and config.json beside it 'gelu_new'")
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("fields", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}])
+def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
+    settings = {**SIZES, "activation_function": "gelu", **({} if is_beside else fields)}
+    torch.save({"model": made(Nano()).state_dict(), "config": settings}, tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", fields if is_beside else {})
+    config = open_checkpoint(tmp_path / "ckpt.pt").config
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
 def test_settings_in_the_header_of_safetensors(tmp_path):
     model = made(Nano())
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in model.state_dict().items()}
@@ -183,13 +193,14 @@ def test_an_activation_that_nothing_shows_is_asked_for(tmp_path, is_tied, has_ma
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-def test_a_guess_of_the_activation_is_told(tmp_path, caplog):
-    model = made(Nano())
-    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+@pytest.mark.parametrize(("settings", "program"), [({}, "minGPT"), ({"config": SIZES}, "build-nanogpt")])
+def test_a_guess_of_the_activation_is_told(tmp_path, caplog, settings, program):
+    """Five sizes in a dictionary are of any program; build-nanogpt saves an object."""
+    torch.save({"model": made(Nano()).state_dict(), **settings}, tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", {"n_head": H})
     with caplog.at_level(logging.WARNING):
         open_checkpoint(tmp_path / "ckpt.pt")
-        assert "does not say its activation_function, which is gelu_new as in minGPT" in caplog.text
+        assert f"does not say its activation_function, which is gelu_new as in {program}" in caplog.text
         caplog.clear()
         write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
         open_checkpoint(tmp_path / "ckpt.pt")

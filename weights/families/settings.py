@@ -12,7 +12,8 @@ from ..files import read_json
 from .family import NONE, Source, checked_config
 
 # Fields that no tensor shows, and that a config.json next to the file may give.
-UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
+_SCALES = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", *_SCALES, "bos_token_id", "eos_token_id")
 GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
 # Spellings of sizes in programs, without case and underscores.
 _SPELLINGS = {
