@@ -146,6 +146,16 @@ def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize(
+    "name", ["activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_head"]
+)
+def test_null_in_config_json_states_nothing(tmp_path, name):
+    torch.save({"model": made(Nano()).state_dict(), "config": SIZES}, tmp_path / "ckpt.pt")
+    expected = open_checkpoint(tmp_path / "ckpt.pt").config
+    write_json(tmp_path / "config.json", {name: None})
+    assert open_checkpoint(tmp_path / "ckpt.pt").config == expected
+
+
 def test_settings_in_the_header_of_safetensors(tmp_path):
     model = made(Nano())
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in model.state_dict().items()}

@@ -164,7 +164,12 @@ def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
 
 
 def _unseen_in(fields: Mapping[str, Any]) -> dict[str, Any]:
-    unseen = {name: fields[name] for name in UNSEEN if name in fields}
+    unseen = {
+        name: fields[name]
+        for name in UNSEEN
+        if name in fields
+        and (fields[name] is not None or name.endswith("_token_id"))  # of which null is none
+    }
     heads = _numbers_in(fields).get("n_head")
     return {**unseen, "n_head": heads[0]} if heads else unseen
 
