@@ -630,6 +630,19 @@ def test_arithmetic_that_no_shape_shows_is_asked_for_or_told(tmp_path):
     assert any("the model's width" in quirk for quirk in assert_computes(tmp_path / "model.pt", model).quirks)
 
 
+def test_names_are_proposed_for_norms_without_biases_that_config_json_says(tmp_path, capsys):
+    model = made(OfTorch())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search("norm.*bias", name):
+                parameter.zero_()
+    arrays = {name: array for name, array in bare(model).items() if not re.search("norm.*bias", name)}
+    folder = write_named(tmp_path, arrays, {}, RELU | {"bias": False})
+    (folder / "tensor_names.json").unlink()
+    assert cli.main(["info", str(folder), "--write-names", "linear"]) == 0, capsys.readouterr().err
+    assert_computes(folder, model)
+
+
 def test_heads_of_other_names_are_not_the_lectures(tmp_path):
     arrays = renamed(arrays_of(made(Lecture())), ("ffwd", "ff"))
     save_file(arrays, tmp_path / "model.safetensors")
@@ -652,7 +665,7 @@ UNDECIDED = {
     ),
     "norms without biases": (
         lambda m: {name: array for name, array in bare(m).items() if not re.search("norm.*bias", name)},
-        "ln_f, which has no bias, as RMSNorm",
+        "ln_f, which has no bias, as RMSNorm, which is no LayerNorm .bias false in config.json",
     ),
     "learned biases of scores": (
         lambda m: bare(m) | each_layer("rel_bias", np.full((T, T), 0.5)),
