@@ -188,9 +188,9 @@ def _check_numba() -> None:
         return
     from ..kernels.cpu.compiler import config
 
-    if config.DISABLE_JIT:
+    if is_disabled := vars(config)["DISABLE_JIT"]:
         raise DeviceError(
-            f"NUMBA_DISABLE_JIT is {config.DISABLE_JIT}, and may be 0 or unset, as kernels must be compiled. Or use "
+            f"NUMBA_DISABLE_JIT is {is_disabled}, and may be 0 or unset, as kernels must be compiled. Or use "
             "device 'reference'."
         )
 
