@@ -149,6 +149,16 @@ def test_what_belongs_to_a_process_is_not_pickled_or_copied(llm, send):
             send(what)
 
 
+def test_an_output_with_activations_is_pickled(llm):
+    names = ["blocks.0.hook_resid_pre", "blocks.0.attn.hook_result"]  # of which one is computed from weights
+    (output,) = llm.generate(PROMPT, max_tokens=2, capture=names)
+    activations = output.outputs[0].activations
+    sent = pickle.loads(pickle.dumps(output)).outputs[0].activations
+    assert [*sent] == names
+    for name in names:
+        np.testing.assert_array_equal(sent[name], activations[name])
+
+
 def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
     tokenizer = llm.tokenizer
     assert len(tokenizer) == VOCAB_SIZE
