@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .engine.prompts import PromptType, params_list, params_or_fields
+from .errors import OfOneProcess
 from .outputs import OnChunk, RequestOutput, StreamChunk, ThreadFuture
 from .sampling_params import SamplingParams
 
@@ -157,7 +158,7 @@ class AsyncRequests:
         self._outbox.flush()
 
 
-class AsyncLLM:
+class AsyncLLM(OfOneProcess):
     """An LLM for tasks of any event loop. A cancelled task frees its request's memory within a step.
 
     llm: an LLM or RemoteLLM, which others may use, too; None: load an LLM with `arguments`, and close it with this.

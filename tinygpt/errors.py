@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from .weights.errors import CheckpointError, LostFileError, NoTokenizerError, TinyGPTError, how_to_install
 
@@ -59,6 +59,17 @@ INTERRUPTS = {KeyboardInterrupt: ("interrupted", 130), Terminated: ("terminated"
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
     """Return the error "{field} is {value} and must be {allowed}."."""
     return RequestError(f"is {reprlib.repr(value)} and must be {allowed}.", field, value, allowed)
+
+
+class OfOneProcess:
+    """An object with threads of its process, which pickle and copy refuse."""
+
+    _instead = "make one in each process: {}(...)"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        instead = self._instead.format(kind)
+        raise TypeError(f"cannot pickle or copy this {kind}, which belongs to its process: {instead}.")
 
 
 def closed(owner: str) -> RequestError:

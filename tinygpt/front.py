@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .engine.prompts import Params, Prompts, PromptType, pairs_of, params_or_fields, prompt_list
-from .errors import TinyGPTError, invalid
+from .errors import OfOneProcess, TinyGPTError, invalid
 from .outputs import OnChunk, RequestOutput, StreamChunk, ThreadFuture, UseTqdm, in_order
 from .sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ AnyFuture = TypeVar("AnyFuture", bound=ThreadFuture[RequestOutput])
 AnyError = TypeVar("AnyError", bound=TinyGPTError)
 
 
-class Front(Generic[AnyFuture, AnyError]):
+class Front(OfOneProcess, Generic[AnyFuture, AnyError]):
     """The calls that make text: they read prompts and params, which a subclass checks and runs.
 
     AnyFuture: what `submit` returns. AnyError: what a request that fails has in place of its output.

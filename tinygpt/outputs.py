@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from .errors import RequestError, TinyGPTError, invalid
+from .errors import OfOneProcess, RequestError, TinyGPTError, invalid
 from .look import bits
 
 Result = TypeVar("Result")
@@ -281,11 +281,13 @@ class _Condition(threading.Condition):
                 self._lock.acquire()
 
 
-class ThreadFuture(Future[Result]):
+class ThreadFuture(OfOneProcess, Future[Result]):
     """The result of another thread, or RequestError if that thread has ended.
 
     owner: the class that has the thread.
     """
+
+    _instead = "send its result()"
 
     def __init__(self, owner: str = "LLM"):
         super().__init__()

@@ -23,7 +23,15 @@ from .engine.prompts import (
     params_list,
     prompt_list,
 )
-from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, closed, how_to_install
+from .errors import (
+    OfOneProcess,
+    QueueFullError,
+    RequestError,
+    ServerError,
+    TinyGPTError,
+    closed,
+    how_to_install,
+)
 from .front import Front
 from .outputs import (
     ContinuationScore,
@@ -197,7 +205,7 @@ class RemoteLLM(Front[ThreadFuture[RequestOutput], TinyGPTError]):
         return text, fixed | params_to_json(checked)
 
 
-class RemoteTokenizer(TextEncoder):
+class RemoteTokenizer(OfOneProcess, TextEncoder):
     """encode, decode and call of a Tokenizer, each an HTTP request."""
 
     def __init__(self, server: "_Server", split_special_tokens: bool):

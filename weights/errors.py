@@ -64,6 +64,11 @@ def is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def truth_of(value: Any) -> bool | None:
+    """Return a boolean that a file may have as a text or 0 or 1, or None."""
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+
+
 def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not is_bool(value)
 

@@ -145,6 +145,8 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     long = replace(study, small=study.cases[-1:])
     with pytest.raises(RequestError, match="10 \\+ 1000 tokens do not fit the 512 positions of demo"):
         run_study(long, Options("demo", small=True), [])
+    (note,) = run_study(STUDIES["fastertransformer"], Options("demo"), [])  # of seven batch sizes each
+    assert note.startswith("Left out: 512 + 32 tokens do not")
 
 
 def test_the_model_in_another_process_generates_as_much(monkeypatch):

@@ -34,6 +34,14 @@ def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(call, llm):
             assert [*re.findall(r"\d+% (?:'[^']*'|\"[^\"]*\")", rows[2 * t + k])] == cells
 
 
+def test_names_alone_are_printed_without_a_text(call, llm):
+    names = call("lens", "--names").out.splitlines()
+    assert names[0] == "hook_embed"
+    assert lens_of(llm, TEXT, names).names == names  # each has a lens
+    assert not {"blocks.0.attn.hook_z", "blocks.0.mlp.hook_post"} & {*names}
+    assert json.loads(call("lens", TEXT, "--names", "--json").out) == {"model": "demo", "names": names}
+
+
 def test_json(call, llm):
     found = lens_of(llm, TEXT, top=1)
     record = json.loads(call("lens", TEXT, "--json", "--top", "1").out)

@@ -112,6 +112,16 @@ def test_a_process_separates_stdout_and_stderr(small_demo):
     assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
 
 
+@pytest.mark.parametrize("command", [("generate", "Once"), ("convert", "demo", "new")])
+def test_numba_without_its_compiler_is_refused(command, tmp_path):
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    result = run_process(*command, env=environment, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"NUMBA_DISABLE_JIT is 1, and may be 0 or unset" in result.stderr
+    assert b"Traceback" not in result.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
 @POSIX
 def test_a_closed_stdin_is_refused():
     command = shlex.join([sys.executable, "-m", "tinygpt", "generate", "--max-tokens", "1"])

@@ -3,8 +3,10 @@
 import functools
 import itertools
 import json
+import logging
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -254,6 +256,16 @@ def test_json_holds_all_that_was_found(run, text_file):
     assert (record["task"], record["file"], record["dtype"]) == ("ppl", str(text_file), "float32")
     assert (record["stride"], record["max_model_len"], record["num_words"]) == (SIZE, SIZE, 100)
     assert record["token_perplexity"] == pytest.approx(math.exp(record["loss"]))
+
+
+def test_a_line_of_the_log_is_shown_once(run, text_file):
+    other = logging.StreamHandler(sys.stderr)  # as a package that is imported adds
+    logging.root.addHandler(other)
+    try:
+        _, _, err = run("ppl", text_file)
+    finally:
+        logging.root.removeHandler(other)
+    assert err.count("ppl of") == 1
 
 
 def test_special_tokens_can_be_plain_text(run, llm, text_file):

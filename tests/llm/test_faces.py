@@ -1,8 +1,10 @@
 """What a user meets at the prompt: keywords as SamplingParams, prompt dicts, a bar, reprs, the tokenizer."""
 
 import asyncio
+import copy
 import inspect
 import io
+import pickle
 import sys
 from dataclasses import fields
 
@@ -11,7 +13,7 @@ import pytest
 
 from support.engines import sample_of
 from support.paths import EOS, VOCAB_SIZE
-from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.llm_args import LLMArgs
 from tinygpt.outputs import ranked
 
@@ -128,6 +130,33 @@ def test_reprs_say_what_matters():
     assert repr(llm) == "LLM('demo', dtype='float32', device='cpu', max_num_seqs=2, closed)"
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(max_tokens=3, stop=["a"])) == "SamplingParams(max_tokens=3, stop=('a',))"
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.deepcopy])
+def test_what_belongs_to_a_process_is_not_pickled_or_copied(llm, send):
+    make = "make one in each process: "
+    for what, instead in (
+        (llm, rf"{make}LLM\(...\)"),
+        (llm.generate, rf"{make}LLM\(...\)"),
+        (AsyncLLM(llm), rf"{make}AsyncLLM\(...\)"),
+        (object.__new__(RemoteLLM), rf"{make}RemoteLLM\(...\)"),  # without a server
+        (llm.session(), r"call fork\(\), or extend a session of another process by its token_ids"),
+        (llm.submit("Once", max_tokens=1), r"send its result\(\)"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"cannot pickle or copy this .*, which .* its process: {instead}\\.$"
+        ):
+            send(what)
+
+
+def test_an_output_with_activations_is_pickled(llm):
+    names = ["blocks.0.hook_resid_pre", "blocks.0.attn.hook_result"]  # of which one is computed from weights
+    (output,) = llm.generate(PROMPT, max_tokens=2, capture=names)
+    activations = output.outputs[0].activations
+    sent = pickle.loads(pickle.dumps(output)).outputs[0].activations
+    assert [*sent] == names
+    for name in names:
+        np.testing.assert_array_equal(sent[name], activations[name])
 
 
 def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):

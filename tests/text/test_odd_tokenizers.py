@@ -15,6 +15,7 @@ from support.tiny_checkpoint import (
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.tasks import lambada, perplexity
+from tinygpt.text.tokenizer import Tokenizer
 
 IDS = [3, 1, 4]
 EXTRA = "<extra>"
@@ -30,6 +31,39 @@ def damaged(tmp_path_factory):
     (folder / "vocab.json").write_bytes((folder / "vocab.json").read_bytes()[:100] + b"\xff")
     with LLM(str(folder), device="reference", max_num_seqs=2) as llm:
         yield llm, f"{folder / 'vocab.json'} is not valid JSON ({NOT_UTF8}): download it again."
+
+
+NULLS = [
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "add_bos_token",
+    "add_prefix_space",
+    "tokenizer_class",
+    "pad_token",
+]
+
+
+@pytest.mark.parametrize("name", NULLS)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_null_asks_for_nothing(tmp_path, name, file):
+    folder = write_with_demo_tokenizer(tmp_path, {EXTRA: VOCAB_SIZE})
+    text = f" Once{EXTRA} upon<|endoftext|>"
+    expected = Tokenizer.from_folder(folder).encode(text)
+    assert VOCAB_SIZE in expected
+    (folder / file).write_text(json.dumps({name: None}))
+    assert Tokenizer.from_folder(folder).encode(text) == expected
+
+
+@pytest.mark.parametrize("name", ["do_lower_case", "tokenize_chinese_chars", "strip_accents", "cls_token"])
+def test_null_asks_berts_tokenizer_for_nothing(tmp_path, name):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "once"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: None}))
+    assert Tokenizer.from_folder(tmp_path).encode("Once") == [
+        2,
+        5,
+        3,
+    ]  # as transformers, if it takes the null
 
 
 @pytest.fixture(scope="module")

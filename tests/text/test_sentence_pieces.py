@@ -166,6 +166,14 @@ class TestT5:
         assert Tokenizer.from_folder(tmp_path).encode("One day") == package.encode("One day")
         assert len(caplog.messages) == 1
 
+    @pytest.mark.parametrize("name", ["extra_ids", "added_tokens_decoder", "legacy", "do_lower_case"])
+    def test_null_asks_for_nothing(self, trained, tmp_path, name):
+        encoded = []
+        for number, options in enumerate(({}, {name: None})):
+            folder = save(tmp_path / str(number), trained["bpe"], tokenizer_class="T5Tokenizer", **options)
+            encoded.append(Tokenizer.from_folder(folder).encode("One day <extra_id_0>"))
+        assert encoded[0] == encoded[1]
+
     def test_extra_ids_come_last_in_reverse_and_take_white_space(self, trained, tmp_path, package):
         ours = Tokenizer.from_folder(
             save(tmp_path, trained["bpe"], tokenizer_class="T5TokenizerFast", extra_ids=3)

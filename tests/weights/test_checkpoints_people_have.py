@@ -155,8 +155,8 @@ KINDS = {
     "minGPT, makemore": (Nano, lambda m: m.state_dict(), {"n_head": H}, "minGPT"),
     "Lightning": (
         Nano,
-        lambda m: {"state_dict": prefixed(m, "net."), "hyper_parameters": {"n_head": 4}},
-        {"n_head": H},
+        lambda m: {"state_dict": prefixed(m, "net."), "hyper_parameters": {"n_head": H}},
+        None,
         "minGPT",
     ),
     "a compiled model": (
@@ -165,11 +165,11 @@ KINDS = {
         {"n_head": H},
         "minGPT",
     ),
-    "net": (Nano, lambda m: beside(m, "net", n_head=4), {"n_head": H}, "minGPT"),
+    "net": (Nano, lambda m: beside(m, "net", n_head=H), None, "minGPT"),
     "ema": (
         lambda: Nano(bias=False, norm_bias=False),
-        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": 4}}},
-        {"n_head": H, "bias": False},
+        lambda m: {"ema": m.state_dict(), "a": {"b": {"n_heads": H}}},
+        {"bias": False},
         "minGPT",
     ),
     "norms with biases": (lambda: Nano(**MIXED), lambda m: beside(m, "model"), {"n_head": H}, "minGPT"),
@@ -392,6 +392,14 @@ def test_norms_without_biases_may_be_of_another_kind(tmp_path, fields):
     assert_refused(
         tmp_path, "norms without biases, which may be RMSNorms: .* write .*config.json with bias, false"
     )
+
+
+@pytest.mark.parametrize("value", ["False", "false", 0])
+def test_norms_without_biases_by_a_boolean_in_other_words(tmp_path, value):
+    model = made(Nano(norm_bias=False))
+    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"n_head": H, "bias": value})
+    assert_computes(tmp_path / "ckpt.pt", model)
 
 
 def test_all_that_lies_beside_nanogpt_is_listed(tmp_path):
@@ -622,6 +630,19 @@ def test_arithmetic_that_no_shape_shows_is_asked_for_or_told(tmp_path):
     assert any("the model's width" in quirk for quirk in assert_computes(tmp_path / "model.pt", model).quirks)
 
 
+def test_names_are_proposed_for_norms_without_biases_that_config_json_says(tmp_path, capsys):
+    model = made(OfTorch())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search("norm.*bias", name):
+                parameter.zero_()
+    arrays = {name: array for name, array in bare(model).items() if not re.search("norm.*bias", name)}
+    folder = write_named(tmp_path, arrays, {}, RELU | {"bias": False})
+    (folder / "tensor_names.json").unlink()
+    assert cli.main(["info", str(folder), "--write-names", "linear"]) == 0, capsys.readouterr().err
+    assert_computes(folder, model)
+
+
 def test_heads_of_other_names_are_not_the_lectures(tmp_path):
     arrays = renamed(arrays_of(made(Lecture())), ("ffwd", "ff"))
     save_file(arrays, tmp_path / "model.safetensors")
@@ -644,7 +665,7 @@ UNDECIDED = {
     ),
     "norms without biases": (
         lambda m: {name: array for name, array in bare(m).items() if not re.search("norm.*bias", name)},
-        "ln_f, which has no bias, as RMSNorm",
+        "ln_f, which has no bias, as RMSNorm, which is no LayerNorm .bias false in config.json",
     ),
     "learned biases of scores": (
         lambda m: bare(m) | each_layer("rel_bias", np.full((T, T), 0.5)),
@@ -732,7 +753,10 @@ def test_names_are_proposed_for_the_model_of_a_training_checkpoint(tmp_path, cap
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-@pytest.mark.parametrize(("beside", "settings"), [(False, {}), (True, {"norm_first": False})])
+@pytest.mark.parametrize(
+    ("beside", "settings"),
+    [(False, {}), (0, {}), ("False", {}), *((True, {"norm_first": value}) for value in (False, "False", 0))],
+)
 def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys):
     """By config.json, or by the settings in the file, whatever config.json says."""
     state = {name: torch.tensor(array) for name, array in torchs_layers(made(OfTorch())).items()}
@@ -740,6 +764,38 @@ def test_norms_after_the_blocks_are_no_gpt2s(tmp_path, beside, settings, capsys)
     write_json(tmp_path / "config.json", RELU | {"norm_first": beside})
     assert cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"]) == 2
     assert "has norm_first false: its layer norms come after its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"norm_first": "yes"}, "has norm_first 'yes', which must be true or false"),
+        ({"norm_first": None}, "write .* with norm_first, true if"),
+        ({"norm_first": True, "do_layer_norm_before": "False"}, None),
+        ({"norm_first": "True"}, None),
+        ({"norm_first": 1}, None),
+    ],
+    ids=str,
+)
+def test_a_boolean_is_read_as_a_text_too(tmp_path, fields, sentence, capsys):
+    model = made(OfTorch())
+    state = {name: torch.tensor(array) for name, array in torchs_layers(model).items()}
+    torch.save(state, tmp_path / "m.pt")
+    write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "relu"} | fields)
+    code = cli.main(["info", str(tmp_path / "m.pt"), "--write-names", "linear"])
+    err = capsys.readouterr().err
+    if sentence is None:
+        assert code == 0, err
+        assert_computes(tmp_path / "m.pt", model)
+    else:
+        assert code == 2
+        assert re.search(sentence, err)
+
+
+def test_norms_that_a_text_says_come_after_the_blocks_are_asked_for(tmp_path):
+    config = RELU | {"do_layer_norm_before": "False"}
+    folder = write_named(tmp_path, arrays_of(made(OfTorch())), OF_TORCH, config)
+    assert_refused(folder, "write .* with do_layer_norm_before, true")
 
 
 @pytest.mark.parametrize("place", [lambda model: model, lambda model: {"epoch": 3, "net": model}])

@@ -127,6 +127,8 @@ def without(*ends):
 {} | gelu_tanh
 {"bias_gelu_fusion": false} | gelu
 {"bias_gelu_fusion": false, "openai_gelu": true} | gelu_tanh
+{"bias_gelu_fusion": "False", "openai_gelu": "False"} | gelu
+{"bias_gelu_fusion": 1, "onnx_safe": "false"} | gelu_tanh
 """),
 )
 def test_the_activation_that_settings_decide(tmp_path, settings, activation):

@@ -61,6 +61,13 @@ STATEMENTS = {
     "capitals": {"hparams": {"N_HEAD": H, "N_EMBD": C}},
     "two widths": {"config": {"heads": H, "dim": C, "hidden_dim": 4 * C}},
     "and another model's": {"config": SIZES, "teacher": {**SIZES, "n_head": 4, "n_embd": 2 * C}},
+    "without sizes": {"config": {"n_head": H, "lr": 1e-3}},
+    "without sizes, on top": {"n_head": H},
+    "without sizes, of an object": {"args": argparse.Namespace(num_heads=H)},
+    "in a list": {"configs": [{"name": "a run"}, {"n_head": H}]},
+    "a float": {"config": {"n_head": float(H)}},
+    "apart from sizes": {"config": {"model": {"dim": C, "depth": L}, "attention": {"heads": H}}},
+    "next to one of no sizes": {"config": SIZES, "plots": {"heads": 4}},
 }
 
 
@@ -90,16 +97,20 @@ def write_named(folder, config):
 
 
 @pytest.mark.parametrize(
-    "others", [{"a": SIZES, "b": {**SIZES, "n_head": 4}}, {"a": {**SIZES, "heads": 4}}], ids=str
+    "others",
+    [
+        {"a": SIZES, "b": {**SIZES, "n_head": 4}},
+        {"a": {**SIZES, "heads": 4}},
+        {"a": {"n_head": H}, "b": {"heads": 4}},
+    ],
+    ids=str,
 )
 def test_two_statements_that_differ_are_refused(tmp_path, others):
     torch.save({"model": made(Nano()).state_dict(), **others}, tmp_path / "ckpt.pt")
     assert_refused(tmp_path, "states the n_head [24] and [24]: save it with one of them")
 
 
-@pytest.mark.parametrize(
-    "config", [{"n_head": 4}, {"n_head": 4, "n_embd": 2 * C}, {"n_head": H, "n_layer": 9}]
-)
+@pytest.mark.parametrize("config", [{"n_head": 4, "n_embd": 2 * C}, {"n_head": H, "n_layer": 9}])
 def test_settings_of_another_model_are_none_of_this_one(tmp_path, config):
     torch.save({"model": made(Nano()).state_dict(), "config": config}, tmp_path / "ckpt.pt")
     assert_refused(
@@ -107,12 +118,42 @@ def test_settings_of_another_model_are_none_of_this_one(tmp_path, config):
     )
 
 
-def test_an_activation_that_the_file_states_is_read(tmp_path):
-    config = {**SIZES, "activation_function": "gelu"}
+def test_heads_that_cannot_be_are_refused_by_their_number(tmp_path):
+    for heads, sentence in (
+        (3, f"n_embd {C} cannot be divided into 3 heads"),
+        (0, "n_head is 0 and must be"),
+    ):
+        torch.save({"model": made(Nano()).state_dict(), "config": {"n_head": heads}}, tmp_path / "ckpt.pt")
+        assert_refused(tmp_path, sentence)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, {"n_head": H}], ids=str)
+def test_an_activation_that_the_file_states_is_read(tmp_path, sizes):
+    config = {**sizes, "activation_function": "gelu"}
     torch.save({"model": made(Nano("none")).state_dict(), "config": config}, tmp_path / "ckpt.pt")
     assert_computes(tmp_path / "ckpt.pt", made(Nano("none")))
     write_json(tmp_path / "config.json", {"activation_function": "gelu_new"})
     assert_refused(tmp_path, "has activation_function 'gelu', and config.json beside it 'gelu_new'")
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("fields", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}])
+def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
+    settings = {**SIZES, "activation_function": "gelu", **({} if is_beside else fields)}
+    torch.save({"model": made(Nano()).state_dict(), "config": settings}, tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", fields if is_beside else {})
+    config = open_checkpoint(tmp_path / "ckpt.pt").config
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "name", ["activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_head"]
+)
+def test_null_in_config_json_states_nothing(tmp_path, name):
+    torch.save({"model": made(Nano()).state_dict(), "config": SIZES}, tmp_path / "ckpt.pt")
+    expected = open_checkpoint(tmp_path / "ckpt.pt").config
+    write_json(tmp_path / "config.json", {name: None})
+    assert open_checkpoint(tmp_path / "ckpt.pt").config == expected
 
 
 def test_settings_in_the_header_of_safetensors(tmp_path):
@@ -162,13 +203,14 @@ def test_an_activation_that_nothing_shows_is_asked_for(tmp_path, is_tied, has_ma
     assert_computes(tmp_path / "ckpt.pt", model)
 
 
-def test_a_guess_of_the_activation_is_told(tmp_path, caplog):
-    model = made(Nano())
-    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+@pytest.mark.parametrize(("settings", "program"), [({}, "minGPT"), ({"config": SIZES}, "build-nanogpt")])
+def test_a_guess_of_the_activation_is_told(tmp_path, caplog, settings, program):
+    """Five sizes in a dictionary are of any program; build-nanogpt saves an object."""
+    torch.save({"model": made(Nano()).state_dict(), **settings}, tmp_path / "ckpt.pt")
     write_json(tmp_path / "config.json", {"n_head": H})
     with caplog.at_level(logging.WARNING):
         open_checkpoint(tmp_path / "ckpt.pt")
-        assert "does not say its activation_function, which is gelu_new as in minGPT" in caplog.text
+        assert f"does not say its activation_function, which is gelu_new as in {program}" in caplog.text
         caplog.clear()
         write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
         open_checkpoint(tmp_path / "ckpt.pt")

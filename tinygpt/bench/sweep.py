@@ -85,7 +85,8 @@ def run_study(study: Study, options: Options, records: list[Record]) -> list[str
     cases = study.small if options.small else study.cases
     n_positions = sources[0].config.n_positions
     fitting = [case for case in cases if case.length <= n_positions]
-    named = ", ".join(f"{case.prompt_length} + {case.new_tokens}" for case in cases if case not in fitting)
+    others = [case for case in cases if case not in fitting]
+    named = ", ".join(dict.fromkeys(f"{case.prompt_length} + {case.new_tokens}" for case in others))
     left_out = [
         f"Left out: {named} tokens do not fit the {n_positions} positions of {options.model}."
     ] * bool(named)

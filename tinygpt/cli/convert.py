@@ -215,7 +215,7 @@ def _byte_level(checkpoint: "Checkpoint") -> "StoredTokenizer | None":
 
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
-    from ..engine.model_runner import load_tokenizer, reading
+    from ..engine.model_runner import load_backend, load_tokenizer, reading
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
     from ..hardware import thread_count
@@ -223,6 +223,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..kernels.cpu.arrays import PACKING, to_file
     from ..kernels.cpu.load import load_arrays
 
+    load_backend("cpu", "auto")  # refuse what it cannot run with
     share = ALPHA if args.smooth is None else args.smooth
     calibration = None
     if args.act_scales is not None:

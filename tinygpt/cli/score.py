@@ -139,10 +139,11 @@ def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--names",
+        nargs="?",
         default="resid_post",
         metavar="NAMES",
         help="points that the lens reads, as blocks.0.hook_resid_mid, with *, or short for every layer, separated by "
-        "commas (default: %(default)s)",
+        "commas; alone, print their names (default: %(default)s)",
     )
     parser.add_argument(
         "--top",
@@ -161,6 +162,9 @@ def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_lens(args: argparse.Namespace) -> None:
     if args.html is not None:
         check_writable("--html", Path(args.html))
+    if args.names is None:
+        _print_names(args)
+        return
     text = read_text("stdin") if args.text in (None, STDIN) else args.text
     if not text:
         raise RequestError("the TEXT is empty and must have a token.")
@@ -178,6 +182,16 @@ def _run_lens(args: argparse.Namespace) -> None:
     else:
         write_results(PAGE + shown._repr_html_(), Path(args.html))
         log(f"{args.html} is written")
+
+
+def _print_names(args: argparse.Namespace) -> None:
+    llm, _ = load_llm(args)
+    _, cache = llm.run_with_cache([[0]])
+    names = [name for name, array in cache.items() if array.shape[2:] == (llm.config.n_embd,)]
+    if args.json:
+        print_json({"model": args.model, "names": names})
+    else:
+        emit("\n".join(names))
 
 
 def _lens_record(lens: "Lens") -> dict[str, Any]:

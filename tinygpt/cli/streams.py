@@ -96,12 +96,14 @@ def logging_to_stderr(
     root = logging.getLogger("tinygpt")
     handler = MessageHandler(log_format, color)
     level = root.level
+    root.propagate = False  # a package such as rouge-score has given Python's root a handler of its own
     root.addHandler(handler)
     root.setLevel(log_level.upper())
     try:
         yield
     finally:
         root.setLevel(level)
+        root.propagate = True
         root.removeHandler(handler)
 
 

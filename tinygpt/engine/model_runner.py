@@ -3,6 +3,7 @@
 import importlib
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -171,11 +172,27 @@ def load_backend(device: str, dtype: str, number: int = 0) -> ModuleType:
     if dtype != "auto":
         _check_dtype(dtype, backend)
     try:
+        if device == "cpu":
+            _check_numba()
         backend.check_device(number)
     except DeviceError as error:
         others = "" if device == "cpu" else " Or use device 'cpu'."
         raise RequestError(f"is {device!r} and cannot be used: {error}{others}", "device") from None
     return backend
+
+
+def _check_numba() -> None:
+    from ..kernels.cpu.native import other_code
+
+    if not other_code(os.environ):  # no setting of Numba's, which is slow to import
+        return
+    from ..kernels.cpu.compiler import config
+
+    if is_disabled := vars(config)["DISABLE_JIT"]:
+        raise DeviceError(
+            f"NUMBA_DISABLE_JIT is {is_disabled}, and may be 0 or unset, as kernels must be compiled. Or use "
+            "device 'reference'."
+        )
 
 
 def _check_dtype(dtype: str, backend: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..engine.prompts import Prompts, PromptType, prompt_list
 from ..errors import RequestError, invalid
 from ..llm_args import LLMArgs
 from ..sampling_params import SamplingParams
+from ..weights.checkpoint import Checkpoint
 from ..weights.config import ModelConfig
 from . import LAST_HIDDEN_STATE, LOGITS
 
@@ -243,6 +244,27 @@ def _some(field: str, prompts: Prompts) -> list:
     return listed
 
 
+class Parameters:
+    """The parameters of a checkpoint, which is opened when they are asked for, also in another process."""
+
+    def __init__(self, args: LLMArgs):
+        self._args = args
+
+    def __reduce__(self) -> tuple:
+        return Parameters, (self._args,)
+
+    def __call__(self, name: str) -> np.ndarray:
+        if self._checkpoint.converted_to:
+            raise RequestError(
+                f"{name} is packed in this converted checkpoint: load the one that it was made from."
+            )
+        return self._checkpoint.tensor(name)
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return ModelSource.open(replace(self._args, lora_modules=None)).checkpoint
+
+
 def points_of(source: ModelSource, args: LLMArgs, seen: Iterable[str] | None) -> "Callable[[], HookPoints]":
     """Return a function that makes the points of a loaded model. It keeps no weights: parameters are read anew.
 
@@ -252,15 +274,7 @@ def points_of(source: ModelSource, args: LLMArgs, seen: Iterable[str] | None) ->
     seen = backend.SEEN if seen is None else seen
     config = source.config
     kv_cache_dtype = source.kv_cache_dtype
-    opened = cache(lambda: ModelSource.open(replace(args, lora_modules=None)).checkpoint)
-
-    def tensor(name: str) -> np.ndarray:
-        checkpoint = opened()
-        if checkpoint.converted_to:
-            raise RequestError(
-                f"{name} is packed in this converted checkpoint: load the one that it was made from."
-            )
-        return checkpoint.tensor(name)
+    tensor = Parameters(args)
 
     @cache
     def points() -> "HookPoints":

@@ -128,11 +128,12 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _read_options(folder: Path) -> dict[str, Any]:
+    """Return options without those of null, but for tokens, of which null is none."""
     options = _read_json_if_there(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in options:  # newer files hold the other two
-        return options
-    options |= _read_json_if_there(folder / "special_tokens_map.json")
-    return options | {"added_tokens": _read_json_if_there(folder / "added_tokens.json")}
+    if options.get("added_tokens_decoder") is None:  # newer files hold the other two
+        options |= _read_json_if_there(folder / "special_tokens_map.json")
+        options["added_tokens"] = _read_json_if_there(folder / "added_tokens.json")
+    return {name: value for name, value in options.items() if value is not None or name.endswith("_token")}
 
 
 def _no_tokenizer(folder: Path) -> str:
@@ -205,7 +206,7 @@ def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return BERT's tokenizer."""
-    options = BERT_SPECIAL_TOKENS | options
+    options = BERT_SPECIAL_TOKENS | {name: value for name, value in options.items() if value is not None}
     tokens = read_text(path).removesuffix("\n").split("\n")
     model = {
         "type": "WordPiece",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..engine.prompts import PromptType, params_or_fields, text_or_ids
-from ..errors import RequestError, closed
+from ..errors import OfOneProcess, RequestError, closed
 from ..fields import integer, read_field
 from ..outputs import RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from ..sampling_keywords import SamplingKeywords
 
 
-class Session:
+class Session(OfOneProcess):
     """Token ids, and calls that add to them, with the LLM's output for all of them to the bit.
 
     If other samples evict its keys and values from the prefix cache, the next call reads all tokens again. A session is
     for one thread at a time; several may run at once.
     """
+
+    _instead = "call fork(), or extend a session of another process by its token_ids"
 
     def __init__(self, llm: Any, token_ids: list[int]):
         """Begin with these tokens. llm: the LLM that `session` was called on."""

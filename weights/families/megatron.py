@@ -12,7 +12,7 @@ from typing import Any
 from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from ..containers.ranks import NEMO_CONFIG, RANK, number_of
 from ..containers.torch import fields_of
-from ..errors import listed, shown
+from ..errors import listed, shown, truth_of
 from ..files import StoredTokenizer, read_json, read_yaml_object
 from .family import (
     NO_BIAS,
@@ -164,7 +164,7 @@ def config_of(
     n = num_parts(tensors)
     seen = Shapes(source, tensors).sizes(NAMES.of(EMBEDDING), NAMES.of(POSITIONS), (inner, 0), r"layers\.")
     seen = {name: size * n if name in ("vocab_size", "n_inner") else size for name, size in seen.items()}
-    seen["tie_word_embeddings"] = not settings.get("untie_embeddings_and_output_weights", False)
+    seen["tie_word_embeddings"] = not truth_of(settings.get("untie_embeddings_and_output_weights"))
     # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
     said = {
         ours: number_of(value)
@@ -183,7 +183,9 @@ def config_of(
 
 def _activation_of(settings: Mapping[str, Any]) -> str:
     fused = settings.get("bias_gelu_fusion", settings.get("bias_activation_fusion", True))
-    if not settings or settings.get("openai_gelu") or (fused and not settings.get("onnx_safe")):
+    is_openais = truth_of(settings.get("openai_gelu"))
+    is_tanh = is_openais or (truth_of(fused) and not truth_of(settings.get("onnx_safe")))
+    if not settings or is_tanh:
         return "gelu_new"  # fused or not, it is the same function but for rounding
     return "gelu"
 

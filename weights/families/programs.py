@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import EMBEDDING, HEAD, ModelConfig
 from ..containers.torch import Stub, fields_of
-from ..errors import is_bool
+from ..errors import truth_of
 from ..files import TENSOR_NAMES
 from ..tensor import have_equal_values
 from .characters import character_tokenizer
@@ -27,10 +27,11 @@ _UNSHOWN = ("n_head", "n_layer", "n_embd")
 _GPT_CONFIG = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}  # build-nanogpt's
 _NANOGPTS = {"dropout", "bias"}  # more fields of nanoGPT's, in any place
 _MINGPTS = "embd_pdrop"
+_NORMS = "do_layer_norm_before"
 # Fields of config.json that no shape shows.
 _ASKED = {
     "activation_function": 'an activation_function, "gelu_new" (by tanh), "gelu" (by erf) or "relu"',
-    "do_layer_norm_before": "do_layer_norm_before, true: a GPT-2 has layer norms before its blocks",
+    _NORMS: f"{_NORMS}, true: a GPT-2 has layer norms before its blocks",
 }
 # Of config.json: scores are divided by the root of the model's width, as in the lecture's film, and not of a head's.
 BY_WIDTH = "scale_attn_by_width"
@@ -125,8 +126,9 @@ def _has_mingpts_tensors(model: Model) -> bool:
 
 def _ask(source: Source, asks: tuple[str, ...], sizes: Mapping[str, Any]) -> None:
     """Raise CheckpointError if no file says what no shape shows, or one that norms come after blocks."""
-    is_first = {"do_layer_norm_before": True} if norms_come_first(source) else {}
+    is_first = {_NORMS: True} if norms_come_first(source) else {}
     stated = {**source.beside, **stated_fields(source, sizes), **is_first}
+    stated[_NORMS] = truth_of(stated.get(_NORMS))
     asked = [
         sentence
         for name, sentence in _ASKED.items()
@@ -134,7 +136,7 @@ def _ask(source: Source, asks: tuple[str, ...], sizes: Mapping[str, Any]) -> Non
     ]
     if asked and not {**sizes, **stated}.get("n_head"):
         asked.insert(0, "n_head")
-    if "n_head" in sizes and not is_bool(source.beside.get(BY_WIDTH)):
+    if "n_head" in sizes and truth_of(source.beside.get(BY_WIDTH)) is None:
         asked.append(
             f"{BY_WIDTH}, true if scores are divided by the root of the model's width, otherwise false"
         )
@@ -144,7 +146,7 @@ def _ask(source: Source, asks: tuple[str, ...], sizes: Mapping[str, Any]) -> Non
 
 
 def _is_by_width(source: Source) -> bool:
-    return source.beside.get(BY_WIDTH) is True
+    return truth_of(source.beside.get(BY_WIDTH)) is True
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Program:
     """A program's GPT-2: its names of parameters, and all that its files do not say.
 
     activation: None if a config.json has to say it. asks: what it has to say then. is_its: whether settings or tensors
-    are the program's. is_guess: they may be another's. is_tied: whether the head is the embedding.
+    are the program's. is_guess: whether they may be another's. is_tied: whether the head is the embedding.
     has_all_biases_or_none: of norms and matrices.
     """
 
@@ -160,7 +162,7 @@ class Program:
     description: Description
     activation: str | None
     is_its: Callable[[Model], Any] = lambda model: True
-    is_guess: bool = False
+    is_guess: Callable[[Model], bool] = lambda model: False
     asks: tuple[str, ...] = tuple(_ASKED)
     is_tied: bool = False
     has_all_biases_or_none: bool = False
@@ -207,7 +209,7 @@ class Program:
         said |= renamed(sizes, {"n_head": "n_head"})  # by a matrix of each
         config = config_of_parts(source, "the checkpoint", guessed, sizes, said)
         is_said = {"activation_function", _MINGPTS} & {*source.beside, *_gpt_config(model)}
-        if self.is_guess and not is_said:
+        if not is_said and self.is_guess(model):
             logger.warning(
                 f"{source.path} does not say its activation_function, which is {self.activation} as in {self.name}: "
                 'write config.json with "gelu" if it is by erf, as nanoGPT\'s is'
@@ -216,8 +218,8 @@ class Program:
 
     def rules(self, source: Source, config: ModelConfig) -> dict[str, TensorRule]:
         model = Model(self.description, source)
-        has_biases = {**source.beside, **_settings(source)}.get("bias")
-        if not is_bool(has_biases):
+        has_biases = truth_of({**source.beside, **_settings(source)}.get("bias"))
+        if has_biases is None:
             has_none = self.has_all_biases_or_none and not model.has_biases(config)
             has_biases = False if has_none else None
         return model.rules(config, has_biases, _is_by_width(source))
@@ -269,9 +271,10 @@ BUILD_NANOGPT = Program(
     _LINEAR_GPT2,
     "gelu_new",
     is_its=lambda model: _gpt_config(model).keys() == _GPT_CONFIG,
+    is_guess=lambda model: not _settings(model.source),  # of a dictionary
     is_tied=True,
 ).family
-MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new", is_its=_is_mingpts, is_guess=True).family
+MINGPT = Program("minGPT", _LINEAR_GPT2, "gelu_new", is_its=_is_mingpts, is_guess=lambda model: True).family
 UNDECIDED = Program(
     "GPT-2 of nanoGPT's names",
     _LINEAR_GPT2,

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import listed
+from ..errors import listed, truth_of
 from ..files import TENSOR_NAMES
 from ..tensor import StoredTensor
 from .family import Source
@@ -45,10 +45,13 @@ class _UndecidedError(Exception):
 class _Modules:
     """Modules that are not chosen yet, with matrices (out, in), and masks, which are left out.
 
-    tensors: of all layers, by name.
+    tensors: of all layers, by name. needs_biases: of norms.
     """
 
-    def __init__(self, tensors: Mapping[str, list[StoredTensor]], is_in_out: bool = False):
+    def __init__(
+        self, tensors: Mapping[str, list[StoredTensor]], needs_biases: bool, is_in_out: bool = False
+    ):
+        self.needs_biases = needs_biases
         self.masks: dict[str, None] = {}
         self.left: dict[str, Part] = defaultdict(dict)
         for name, of_layers in tensors.items():
@@ -66,7 +69,7 @@ class _Modules:
         return any(re.search(words, module, re.IGNORECASE) for module in self.left)
 
     def take(self, what: str, words: str, *shape: int | None) -> Part:
-        """Return the module whose name has the words; a norm has a bias. None: any size."""
+        """Return the module whose name has the words. None: any size."""
         fitting = [
             module
             for module, part in self.left.items()
@@ -75,8 +78,11 @@ class _Modules:
         if len(fitting) != 1:
             raise _UndecidedError(f"{what} ({listed(fitting, 4) or 'nothing fits'})")
         part = self.left.pop(fitting[0])
-        if len(shape) == 1 and "bias" not in part:
-            raise _UndecidedError(f"{what}, which has no bias, as RMSNorm, which is no LayerNorm")
+        if self.needs_biases and len(shape) == 1 and "bias" not in part:
+            raise _UndecidedError(
+                f"{what}, which has no bias, as RMSNorm, which is no LayerNorm (bias false in config.json says that it "
+                "is one)"
+            )
         return part
 
 
@@ -118,10 +124,10 @@ def _proposed(source: Source, is_in_out: bool, is_in_order: bool) -> dict[str, A
     if len(widths) != 1:
         raise _UndecidedError("the embeddings, which are not of one width")
     C = widths.pop()
-    around = _Modules(top)
-    inside = _Modules(
-        {_of_heads(name, groups, C): groups[name] for name in groups if name not in top}, is_in_out
-    )
+    needs_biases = truth_of(source.beside.get("bias")) is not False
+    around = _Modules(top, needs_biases)
+    in_layers = {_of_heads(name, groups, C): groups[name] for name in groups if name not in top}
+    inside = _Modules(in_layers, needs_biases, is_in_out)
     if inside.has(_EITHER_WAY) and not norms_come_first(source):
         raise source.error(
             "has torch's TransformerEncoderLayer, whose layer norms come before or after its blocks: write "

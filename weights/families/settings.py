@@ -1,18 +1,19 @@
 """What no tensor shows: settings in the files of weights, in config.json and of programs, as one ModelConfig."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ..config import ACTIVATIONS, ModelConfig
-from ..containers.torch import fields_of
-from ..errors import is_whole, shown
+from ..containers.torch import Stub, fields_of
+from ..errors import is_whole, shown, truth_of
 from ..files import read_json
 from .family import NONE, Source, checked_config
 
 # Fields that no tensor shows, and that a config.json next to the file may give.
-UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
+_SCALES = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", *_SCALES, "bos_token_id", "eos_token_id")
 GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
 # Spellings of sizes in programs, without case and underscores.
 _SPELLINGS = {
@@ -68,18 +69,12 @@ def checked_heads(source: Source, n_head: Any) -> Any:
 
 
 def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return UNSEEN fields of the file's own settings.
+    """Return UNSEEN fields of the file's own settings, and next to no others of settings without sizes.
 
     Raise CheckpointError if two of them, or config.json, state different values.
     """
-    stated: dict[str, Any] = {}
-    for fields in settings_of(source, sizes):
-        values = [("n_head", heads) for heads in _numbers_in(fields).get("n_head", ())]
-        values += [(name, value) for name, value in _unseen_in(fields).items() if value is not None]
-        for name, value in values:
-            if _meaning(stated.setdefault(name, value)) != _meaning(value):
-                both = f"{shown(stated[name])} and {shown(value)}"
-                raise source.error(f"states the {name} {both}: save it with one of them.")
+    stated = _agreed(source, settings_of(source, sizes))
+    stated |= _agreed(source, _without_sizes(source), but=stated)
     beside = _unseen_in(source.beside)
     for name in stated.keys() & beside.keys():
         if beside[name] is not None and _meaning(beside[name]) != _meaning(stated[name]):
@@ -88,13 +83,30 @@ def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def _agreed(
+    source: Source, settings: Iterable[Mapping[str, Any]], but: Mapping[str, Any] = NONE
+) -> dict[str, Any]:
+    """Raise CheckpointError if two settings have different values of a field."""
+    agreed: dict[str, Any] = {}
+    for fields in settings:
+        values = [("n_head", heads) for heads in _numbers_in(fields).get("n_head", ())]
+        values += [(name, value) for name, value in _unseen_in(fields).items() if value is not None]
+        for name, value in values:
+            if name in but:
+                continue
+            if _meaning(agreed.setdefault(name, value)) != _meaning(value):
+                both = f"{shown(agreed[name])} and {shown(value)}"
+                raise source.error(f"states the {name} {both}: save it with one of them.")
+    return agreed
+
+
 def norms_come_first(source: Source) -> bool:
-    """Return whether files have the norm_first of torch's layers. Raise CheckpointError if it is false."""
-    values = [
-        fields["norm_first"] for fields in fields_in(source.container.metadata) if "norm_first" in fields
-    ]
-    values += [source.beside["norm_first"]] if "norm_first" in source.beside else []
-    if values and not all(values):
+    """Return whether files have the norm_first of torch's layers. Raise CheckpointError if it is not true."""
+    settings = [*fields_in(source.container.metadata), source.beside]
+    values = [fields["norm_first"] for fields in settings if fields.get("norm_first") is not None]
+    if strange := [value for value in values if truth_of(value) is None]:
+        raise source.error(f"has norm_first {shown(strange[0])}, which must be true or false.")
+    if not all(map(truth_of, values)):
         raise source.error("has norm_first false: its layer norms come after its blocks, and it is no GPT-2.")
     return bool(values)
 
@@ -112,8 +124,17 @@ def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, 
             yield fields
 
 
+def _without_sizes(source: Source) -> Iterator[dict[str, Any]]:
+    """Yield the fields of dictionaries and objects that state heads or an activation, and no width or layers."""
+    for fields in fields_in(source.container.metadata):
+        numbers = _numbers_in(fields)
+        is_stated = "n_head" in numbers or "activation_function" in fields
+        if is_stated and not numbers.keys() & {"n_embd", "n_layer"}:
+            yield fields
+
+
 def fields_in(metadata: Any) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dictionary and object once: a pickle may contain itself."""
+    """Yield the fields of each dictionary and object, in lists too, once: a pickle may contain itself."""
     left = [metadata]
     taken: dict[int, Any] = {}  # by id, which is an object's own as long as it lives
     while left:
@@ -125,7 +146,8 @@ def fields_in(metadata: Any) -> Iterator[dict[str, Any]]:
             taken[id(value)] = value
             fields = fields_of(value)
             yield fields
-            left += fields.values()
+            is_list = isinstance(value, list | tuple)
+            left += [one for one in value if isinstance(one, dict | Stub)] if is_list else fields.values()
 
 
 def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
@@ -133,7 +155,8 @@ def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
     numbers = defaultdict(list)
     for name, value in fields.items():
         ours = _OURS.get(name.lower().replace("_", ""))
-        if isinstance(value, str) and value.isdecimal() and len(value) < 10:  # in a header of texts
+        is_number_in_text = isinstance(value, str) and value.isdecimal() and len(value) < 10  # in a header
+        if is_number_in_text or (isinstance(value, float) and value.is_integer()):
             value = int(value)
         if ours and is_whole(value):
             numbers[ours].append(value)
@@ -141,7 +164,12 @@ def _numbers_in(fields: Mapping[str, Any]) -> Mapping[str, list[int]]:
 
 
 def _unseen_in(fields: Mapping[str, Any]) -> dict[str, Any]:
-    unseen = {name: fields[name] for name in UNSEEN if name in fields}
+    unseen = {
+        name: fields[name]
+        for name in UNSEEN
+        if name in fields
+        and (fields[name] is not None or name.endswith("_token_id"))  # of which null is none
+    }
     heads = _numbers_in(fields).get("n_head")
     return {**unseen, "n_head": heads[0]} if heads else unseen
 
