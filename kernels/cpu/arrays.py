@@ -21,6 +21,7 @@ FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
 NO_BIAS = NO_FACTORS = np.empty((1, 0), np.float32)
 COLUMNS, INPUTS = "columns", "inputs"
 FLOAT32 = np.dtype(np.float32)
+ALL_POSITIONS = 2**31 - 1
 
 
 class Norm(NamedTuple):
@@ -35,12 +36,11 @@ class Projection(NamedTuple):
     segments: np.ndarray  # (2,)  all of K
 
 
-class Alibi(NamedTuple):
-    slopes: np.ndarray  # (H,) float32
+class Distances(NamedTuple):
+    """What a key's distance from a query does to its score."""
 
-
-class Windows(NamedTuple):
-    sizes: np.ndarray  # (L,) int64: how many positions a query sees
+    slopes: np.ndarray  # (H,) float32: ALiBi's, or 0
+    windows: np.ndarray  # (L,) int64: how many positions a query sees
 
 
 class Experts(NamedTuple):
@@ -73,8 +73,7 @@ class Params(NamedTuple):
     head_factors: np.ndarray  # (E,)    the head's smoothing factors
     project_out: Any  # (E, C), a Projection
     lm_head: Linear  # (1, V, E), no bias; wte if the head is tied
-    alibi: Any  # (H,), an Alibi
-    windows: Any  # (L,), Windows if a layer has one
+    distances: Any  # Distances, of ALiBi or local layers
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
     embedding_segments: np.ndarray  # (2,)  all of E
@@ -206,16 +205,13 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") ->
     """Build Params from arrays by their names in `model_arrays`."""
     norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
     is_after = config.norm_placement == "post"
-    slopes = np.array(config.alibi_slopes[share.heads.start : share.heads.stop], np.float32)
-    windows = [config.attention(i).window or config.n_positions for i in share.layers]
     C, E = config.n_embd, config.embedding_size
     factors = {"c_fc": arrays.get("inner_factors", NO_FACTORS)}
     head = arrays.get("lm_head") or new_weight(DTYPES[dtype].head, 1, 1, C)  # of a stage without
     return Params(
         **{name: arrays[name] for name in ("wte_factors", "head_factors")},
         wpe=arrays["wpe"] if "wpe" in arrays else _no_positions(config),
-        alibi=Alibi(slopes) if config.has_alibi else None,
-        windows=Windows(np.array(windows, np.int64)) if config.local_layers else None,
+        distances=_distances(config, share),
         embed_norm=_one_norm("ln_e", arrays),
         project_in=_projection("project_in", arrays, C, E),
         project_out=_projection("project_out", arrays, E, C),
@@ -237,6 +233,16 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "CpuShare") ->
         inner_segments=share.segments_of(inner_segments(config, dtype)),
         epsilon=np.float32(config.layer_norm_epsilon),
         activation=ACTIVATIONS[config.activation],
+    )
+
+
+def _distances(config, share: "CpuShare") -> Distances | None:
+    if not (config.has_alibi or config.local_layers):
+        return None
+    slopes = config.alibi_slopes or (0.0,) * config.n_head
+    windows = [config.attention(i).window or ALL_POSITIONS for i in share.layers]
+    return Distances(
+        np.array(slopes[share.heads.start : share.heads.stop], np.float32), np.array(windows, np.int64)
     )
 
 

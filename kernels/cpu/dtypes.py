@@ -43,6 +43,7 @@ from .simd.tiles import (
     ROW_TILE,
     STEP_BYTES,
     panel_add,
+    widen_float16,
 )
 from .simd.vector_ir import (
     ROW_BYTES,
@@ -120,17 +121,29 @@ class Tile(NamedTuple):
     panel: int
 
 
-# Tiles: products of some units of K are added to C (rows, OUT_TILE), by weights at `b`.
+# Tiles: products of some units of K are added to C (rows, OUT_TILE), by weights at `b`, expanded by `expand` or not.
 
 
-def _add_steps(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+def _add_steps(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
     lda = x.values.shape[1] * x.values.itemsize
     a = address(x.values) + tile.row * lda + first * unit_of(weight).k * x.values.itemsize
     ldb = unit_of(weight).bytes
     panel_add(weight.panels, tile.rows, a, lda, b, ldb, units, c, ROW_BYTES, ahead, spacing)
 
 
-def _add_amx_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+def _add_float16(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
+    if not expanded:
+        as_it_lies(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing)
+        return
+    lda = x.values.shape[1] * x.values.itemsize
+    a = address(x.values) + tile.row * lda + first * x.values.itemsize
+    panel_add(x.values, tile.rows, a, lda, b, STEP, units, c, ROW_BYTES, ahead, spacing // 2)
+
+
+as_it_lies = kernel(_add_steps)
+
+
+def _add_amx_bfloat16(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
     lda = x.values.shape[1] * x.values.itemsize
     amx_bfloat16(tile.rows, address(x.values) + tile.row * lda + first * 4, lda, b, units, c)
 
@@ -145,17 +158,17 @@ def _grouped_rows(x, tile, first):
     return a, lda, scales, lds
 
 
-def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+def _add_int8(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
     a, lda, scales, lds = _grouped_rows(x, tile, first)
     tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
 
 
-def _add_int8_as_it_lies(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+def _add_int8_as_it_lies(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
     a, lda, scales, lds = _grouped_rows(x, tile, first)
-    if b == panel_address(weight.panels, layer, tile.panel) + first * unit_of(weight).bytes:
-        unpacking_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
-    else:
+    if expanded:
         tile_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+    else:
+        unpacking_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
 
 
 def _tile_vnni(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
@@ -172,7 +185,7 @@ def _tile_amx(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
 tile_bytes = kernel(_tile_amx if TARGET.has_amx else _tile_vnni)
 
 
-def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+def _add_int4(weight, x, tile, layer, first, units, b, expanded, c, ahead, spacing):
     a, lda, scales, lds = _grouped_rows(x, tile, first)
     b_scales = panel_address(weight.group_scales, layer, tile.panel) + first * INT4_SCALES_BYTES
     tile_int4(tile.rows, a, lda, scales, lds, b, b_scales, units, c, ahead, spacing)
@@ -195,6 +208,11 @@ def _as_it_lies(weight, b, units, chunk):
 
 def _expand_int8(weight, b, units, chunk):
     expand_int8(b, units, chunk)
+    return chunk
+
+
+def _expand_float16(weight, b, units, chunk):
+    widen_float16(b, units, chunk)
     return chunk
 
 
@@ -312,8 +330,9 @@ DTYPES = {
             new_operand=new_float32_operand,
             pack=pack_float16,
             unpack=unpack_float16,
-            unit=Unit(1, STEP // 2, CHUNK_BYTES // (STEP // 2), ALONE),
-            add_tile=_add_steps,
+            unit=Unit(1, STEP // 2, CHUNK_BYTES // STEP, ALONE, 2 * ROW_TILE),
+            add_tile=_add_float16,
+            expand=_expand_float16,
             head="float16",
             element_at=_float16_at,
             kv_cache="float32",

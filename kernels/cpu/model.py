@@ -16,7 +16,7 @@ from .arrays import Params
 from .jit import inline, kernel
 from .kv_cache import KVCache
 from .layers.activations import NONE
-from .layers.attention import attend, window_of, write_kv
+from .layers.attention import attend, distances_of, write_kv
 from .layers.experts import expert_block, has_experts, mlp_row
 from .layers.hooks import (
     ATTENDED,
@@ -105,8 +105,8 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     add_adapters(team, qkv, b.normed.values, params.adapters, C_ATTN, layer, step.token_slots)
     call_hooks(team, b.hooks, HEADS, layer)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
-    where = step.positions, step.token_slots, step.tiles
-    attend(team, attended, qkv, k, v, *where, scale, params.alibi, window_of(params.windows, layer))
+    distances = distances_of(params.distances, layer)
+    attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, distances)
     add_adapters(team, x, attended, params.adapters, ATTN_PROJ, layer, step.token_slots)
     call_hooks(team, b.hooks, ATTENDED, layer)
     quantize_activations(team, b.heads, attended, params.attended_factors, layer)

@@ -34,7 +34,7 @@ def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES)
 def _repeat_tile(weight, x, b, c, units, times):
     tile = Tile(x.values.shape[0], 0, 0)
     for _ in range(times):
-        add_tile(weight, x, tile, 0, 0, units, address(b), address(c), address(b), LINE_BYTES)
+        add_tile(weight, x, tile, 0, 0, units, address(b), True, address(c), address(b), LINE_BYTES)
 
 
 def _arguments(dtype: str, rows: int, k: int) -> tuple:

@@ -101,11 +101,11 @@ def _block(cache, slot, head, block):
 
 
 @kernel
-def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi, window):
+def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, distances):
     """Compute out (N, C) = softmax(scale q·k) v of qkv (N, 3C). A phase; an item is a tile and a few heads.
 
-    tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. window: the positions that a query
-    sees, or None for all before it. Needs scratch_size values of scratch.
+    tiles (tiles + 1,): each tile's first token, and N. distances: LayerDistances or None. Needs scratch_size values of
+    scratch.
     """
     heads = k_cache.shape[1]
     count = tiles.size - 1
@@ -123,11 +123,9 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
             if _has_sequence(tile, tiles, token_slots):
                 _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
             after = _block(k_cache, slot, h + 1, 0) if h + 1 < stop else following
-            # fmt: off
             _attend_tile(
-                first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, window, after, scratch
+                first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, distances, after, scratch
             )
-            # fmt: on
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
@@ -162,7 +160,7 @@ def room_in(scratch, k_cache, v_cache):
 
 @inline
 def _attend_tile(
-    first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, window, after, scratch
+    first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, distances, after, scratch
 ):
     rows = last - first
     steps = steps_of_key(k_cache)
@@ -170,7 +168,7 @@ def _attend_tile(
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     # Unpacked: a tuple in use all the while gives a tenth more instructions.
     q, q_bytes, scores, weights, totals, highest, weight_sum, factors = room_in(scratch, k_cache, v_cache)
-    highest[:], weight_sum[:] = least_score(window), ZERO
+    highest[:], weight_sum[:] = least_score(distances), ZERO
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
         put_query(k_cache, q + r * q_bytes, query, scale)
@@ -178,7 +176,7 @@ def _attend_tile(
 
     newest = positions[last - 1]
     blocks = newest // KEY_BLOCK + 1
-    for block in range(first_block(window, positions[first]), blocks):
+    for block in range(first_block(distances, positions[first]), blocks):
         first_key = block * KEY_BLOCK
         keys = _block(k_cache, slot, head, block)
         values = _block(v_cache, slot, head, block)
@@ -189,8 +187,7 @@ def _attend_tile(
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             distance = first_key - positions[first + r]
-            add_distances(alibi, row_scores, head, distance)
-            hide_before(window, row_scores, distance)
+            add_distances(distances, row_scores, head, distance)
             factors[r] = highest[r]
             highest[r] = _highest_of(row_scores, 1 - distance, highest[r])
         _lessen(weight_sum, factors, highest)
@@ -256,41 +253,41 @@ def rescale(total, factor):
         total[d] *= factor
 
 
-@kernel
-def add_distances(alibi, scores, head, distance):
-    """Lessen a block's scores (KEY_BLOCK,). distance: the first key's position minus the query's."""
-    if alibi is None:
-        return
-    slope = alibi.slopes[head]
-    for j in range(KEY_BLOCK):
-        scores[j] = fma(slope, np.float32(distance + j), scores[j])
+class LayerDistances(NamedTuple):
+    slopes: np.ndarray  # (H,) float32
+    window: int
 
 
 @kernel
-def window_of(windows, layer):
-    return None if windows is None else windows.sizes[layer]
+def distances_of(distances, layer):
+    if distances is None:
+        return None
+    return LayerDistances(distances.slopes, distances.windows[layer])
 
 
 @kernel
-def least_score(window):
-    if window is None:
+def least_score(distances):
+    if distances is None:
         return -np.inf
     return LEAST_SCORE
 
 
 @kernel
-def first_block(window, position):
-    if window is None:
+def first_block(distances, position):
+    if distances is None:
         return 0
-    return max(position + 1 - window, 0) // KEY_BLOCK
+    return max(position + 1 - distances.window, 0) // KEY_BLOCK
 
 
 @kernel
-def hide_before(window, scores, distance):
-    """Hide a block's keys (KEY_BLOCK,) before the window. distance: as of add_distances."""
-    if window is None:
+def add_distances(distances, scores, head, distance):
+    """Lessen or hide a block's scores (KEY_BLOCK,). distance: the first key's position minus the query's."""
+    if distances is None:
         return
-    for j in range(min(max(1 - distance - window, 0), KEY_BLOCK)):
+    slope = distances.slopes[head]
+    for j in range(KEY_BLOCK):
+        scores[j] = fma(slope, np.float32(distance + j), scores[j])
+    for j in range(min(max(1 - distance - distances.window, 0), KEY_BLOCK)):
         scores[j] = -np.inf
 
 

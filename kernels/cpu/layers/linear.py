@@ -164,8 +164,8 @@ def _add_update(row, values, down, up, low):
 @kernel
 def rows_together(weight, blocks):
     """Return how many rows share a panel: a tile's rows if other tiles find it in the L2 cache."""
-    alone = unit_of(weight).alone
-    return alone if blocks > 1 and alone > 1 else ROW_BLOCK
+    unit = unit_of(weight)
+    return unit.alone if blocks > 1 and unit.alone > unit.unpacked else ROW_BLOCK
 
 
 @kernel
@@ -194,20 +194,21 @@ def products(weight, x, tile, layer, segments, scratch):
 @kernel
 def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     """Add products of units of K, with weights at `b`, to C (rows, OUT_TILE). following: the next address."""
-    height = unit_of(weight).rows
-    size = units * unit_of(weight).bytes
-    tiles = (tile.rows + height - 1) // height
-    if tile.rows <= unit_of(weight).alone:
-        following = b + AHEAD
-    elif tile.rows > unit_of(weight).unpacked:
+    unit = unit_of(weight)
+    size = units * unit.bytes
+    tiles = (tile.rows + unit.rows - 1) // unit.rows
+    expands = tile.rows > max(unit.alone, unit.unpacked)
+    if expands:
         b = expand(weight, b, units, address(scratch) + EXPANDED * 4)
+    if tile.rows <= unit.alone:
+        following = b + AHEAD
     for t in range(tiles):  # each prefetches its part of the next chunk: requests of one tile would queue
         low = t * tile.rows // tiles
         high = (t + 1) * tile.rows // tiles
         part = Tile(high - low, tile.row + low, tile.panel)
         ahead = following + t * size // tiles
         spacing = (LINE_BYTES + tiles - 1) // tiles
-        add_tile(weight, x, part, layer, first, units, b, c + low * ROW_BYTES, ahead, spacing)
+        add_tile(weight, x, part, layer, first, units, b, expands, c + low * ROW_BYTES, ahead, spacing)
 
 
 @kernel

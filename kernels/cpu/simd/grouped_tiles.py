@@ -6,6 +6,7 @@ from llvmlite import ir
 
 from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
 from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
+from .targets import TARGET
 from .tiles import LINE_BYTES, OUT_TILE, for_each_height
 from .vector_ir import (
     F32,
@@ -182,7 +183,9 @@ class GroupTile:
 
 
 def _strip_of(rows: int) -> tuple[int, bool]:
-    strips = (4, 2) if rows > 1 else (4,)  # B comes from memory: one row should not jump
+    strips = (
+        (4, 2) if rows > 1 and TARGET.splits_vectors else (4,)
+    )  # B of one row comes from memory: no jumps
     both = next((strip for strip in strips if has_room((2 * rows + 1) * strip)), 0)
     return (both, True) if both else (strip_of(rows), False)
 

@@ -148,6 +148,11 @@ class Target:
         return "amx-bf16" in self.features
 
     @property
+    def splits_vectors(self) -> bool:
+        """Whether a vector takes two turns of a unit, as 512 bits do on Zen 4."""
+        return self.vector_bytes == 64 and self.cpu == "znver"
+
+    @property
     def multiplies_bfloat16(self) -> bool:
         return self.bfloat16 in (VDPBF16PS, BFMLAL)
 

@@ -10,7 +10,7 @@ planes.
 """
 
 from .arm_tiles import lane_step, make_lane_code
-from .products import INTEGER_STEPS, STEPS, Step, shorts_of, strip_of
+from .products import HALF, INTEGER_STEPS, STEPS, Step, shorts_of, strip_of, to_floats
 from .targets import TARGET, VPDPBUSD
 from .vector_ir import (
     F32,
@@ -23,6 +23,7 @@ from .vector_ir import (
     ask_ahead,
     ask_row_ahead,
     at,
+    emits,
     emits_by_dtype,
     load,
     load_to_lanes,
@@ -122,6 +123,17 @@ def _make_code(vectors: int, adds: bool, wide: int, step_of_b: Step):
         repeat(builder, vectors // strip, take_strip)
 
     return code
+
+
+@emits("void", "intp", "intp", "intp")
+def widen_float16(builder, source, steps, target):
+    """Write a panel's steps as float32."""
+
+    def take_vector(i, _):
+        halves = load(builder, at(builder, source, i, LANES * 2), STEPS["int16"].vector(LANES), 32)
+        store(builder, to_floats(builder, halves, HALF), at(builder, target, i, VECTOR_BYTES), VECTOR_BYTES)
+
+    repeat(builder, times(builder, steps, PANEL_VECTORS), take_vector)
 
 
 def for_each_height(builder, code, rows, *arguments) -> None:

@@ -18,10 +18,10 @@ from support.kernel_tools import (
 )
 from tinygpt.kernels import numbers
 from tinygpt.kernels.backend import query_tiles
-from tinygpt.kernels.cpu.arrays import Alibi
+from tinygpt.kernels.cpu.arrays import ALL_POSITIONS
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.kv_cache import KINDS
-from tinygpt.kernels.cpu.layers.attention import attend, write_kv, write_token
+from tinygpt.kernels.cpu.layers.attention import LayerDistances, attend, write_kv, write_token
 from tinygpt.kernels.cpu.layers.cache_dtypes import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
@@ -97,7 +97,7 @@ def run_attend(
     run: Run,
     dtype: str = "float32",
     tiles_of=lambda starts: query_tiles(starts, ROW_TILE),
-    alibi=None,
+    slopes: tuple[float, ...] = (),
     window=None,
 ) -> np.ndarray:
     """The new tokens' attention, (new tokens, C), of which those of several tiles are written before."""
@@ -113,7 +113,11 @@ def run_attend(
     out = unwritten(is_new.sum(), run.heads * run.size)
     where = positions[is_new], token_slots[is_new], tiles_of(starts).astype(np.int32)
     write_kv(solo_team(), *cache, qkv, *where)
-    attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), alibi, window)
+    distances = None
+    if slopes or window:
+        steep = np.array(slopes or [0] * run.heads, np.float32)
+        distances = LayerDistances(steep, window or ALL_POSITIONS)
+    attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), distances)
     return out
 
 
@@ -186,7 +190,7 @@ def test_each_key_is_written_once(dtype):
     write(*before, qkv[of_several], positions[of_several], slots[of_several])
     same_bytes(cache, before)
     out = unwritten(len(slots), heads * size)
-    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), None, None)
+    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), None)
     write(*before, qkv[~of_several], positions[~of_several], slots[~of_several])
     same_bytes(cache, before)
 
@@ -226,12 +230,11 @@ def test_alibi(length, dtype):
     """A steep slope and a flat one; the bits of a query do not depend on its tile here either."""
     run = random_run([length, 7], [max(length - 7, 0), 3], 2, 20, spread=1.3)
     slopes = (0.5, 2.0**-8)
-    alibi = Alibi(np.array(slopes, np.float32))
-    out = run_attend(run, dtype, alibi=alibi)
+    out = run_attend(run, dtype, slopes=slopes)
     expected = exact_attention(run, dtype, slopes)
     check(TOLERANCE[dtype], out, expected, np.abs(run.qkv[:, -40:]).max())
     assert length == 1 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
-    same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), alibi), out)
+    same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), slopes), out)
 
 
 @CACHES
