@@ -1,13 +1,16 @@
 """Bodies and replies of megabytes: a few errors are looked for, texts are read in a thread, and written in parts."""
 
 import asyncio
+import gc
+import json
 import threading
+from contextlib import nullcontext
 
 import pytest
 from pydantic import ValidationError
 
 from support.gate import Gate, Held, noting
-from support.serving import until
+from support.serving import served, until
 from tinygpt.aliases import OURS
 from tinygpt.server import api, protocol, replies, turns
 from tinygpt.server.api import MAX_LOGPROBS
@@ -77,6 +80,39 @@ def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
         assert len(order) == 1
         held.release.set()
         assert all(client.socket.recv(100).startswith(b"HTTP/1.1 200") for client in clients)
+
+
+EMPTY_LISTS = b'{"prompt": "a", "unknown": [%s]}' % b",".join([b"[]"] * 100_000)
+
+
+@pytest.mark.parametrize("unknown_fields", ["refuse", "ignore"])
+def test_no_collection_looks_at_the_lists_of_a_huge_body(llm, monkeypatch, unknown_fields):
+    collections = []
+    names = noting(monkeypatch, json, "loads", lambda text: threading.current_thread().name)
+    with served(llm, unknown_fields=unknown_fields) as server:
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        try:
+            reply = server.ask("/v1/completions", EMPTY_LISTS)
+        finally:
+            gc.callbacks.pop()
+    assert reply.status == {"refuse": 400, "ignore": 200}[unknown_fields]
+    assert server.thread.name not in names
+    assert len(collections) < 40  # a collection for every 700 lists: more than 100
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_huge_body_the_loop_is_left_as_long_as_it_took(monkeypatch, fails):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(turns.asyncio, "sleep", sleep)
+    monkeypatch.setattr(turns.time, "perf_counter", iter([2.0, 5.0]).__next__)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        asyncio.run(turns.read_huge(lambda: 1 / (not fails)))
+    assert waits == [3.0]
 
 
 def test_biases_have_an_end(server):
