@@ -3,8 +3,11 @@
 import asyncio
 import gc
 import json
+import sys
 import threading
+import tracemalloc
 from contextlib import nullcontext
+from operator import attrgetter
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +16,7 @@ from support.gate import Gate, Held, noting
 from support.serving import served, until
 from tinygpt.aliases import OURS
 from tinygpt.server import api, protocol, replies, turns
-from tinygpt.server.api import MAX_LOGPROBS
+from tinygpt.server.api import MAX_LOGPROBS, Api
 from tinygpt.server.chats import ChatRequest, ResponsesRequest
 from tinygpt.server.protocol import MAX_FIELDS, MAX_WORDS, CompletionRequest
 from tinygpt.server.refusals import to_json
@@ -185,10 +188,56 @@ MIXED = {
 }
 
 
+MANY_WORDS = " the" * 300
+
+
 def test_json_in_parts_is_json():
     assert "".join(json_parts(MIXED)) == to_json(MIXED)
     for items in ([], [MIXED], [MIXED] * 3):
         assert "".join(json_parts({"a": 1, "b": (each for each in items)})) == to_json({"a": 1, "b": items})
+
+
+def test_a_reply_is_in_memory_once(monkeypatch):
+    monkeypatch.setattr(turns, "SLICE_SECONDS", -1.0)
+    tracemalloc.start()
+    try:
+        size = len(asyncio.run(whole("x" * 100_000 for _ in range(100))))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size == 10_000_000
+    assert most < 1.3 * size
+
+
+def size_of(value, seen):
+    """Bytes of lists, dicts and numbers, each of which counts once."""
+    if value is None or id(value) in seen:
+        return 0
+    seen.add(id(value))
+    parts = value if isinstance(value, list) else ()
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else parts
+    return sys.getsizeof(value) + sum(size_of(part, seen) for part in parts)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 10, 20])
+@pytest.mark.parametrize(
+    ("path", "fields", "asked"),
+    [
+        ("/v1/completions", ["prompt_logprobs"], {"prompt": MANY_WORDS, "max_tokens": 1, "n": 3}),
+        ("/v1/completions", ["logprobs"], {"prompt": MANY_WORDS, "echo": True, "max_tokens": 0}),
+        ("/v1/completions", ["logprobs"], {"prompt": "a", "max_tokens": 300, "ignore_eos": True}),
+        ("/generate", ["logprobs", "prompt_logprobs"], {"prompt": MANY_WORDS, "max_tokens": 100}),
+    ],
+)
+def test_log_probabilities_count_as_they_are(server, llm, monkeypatch, path, fields, asked, count):
+    """As values and as JSON: both are there while a reply is written."""
+    jobs = noting(monkeypatch, Api, "_reply_bytes", lambda api, job: job)
+    reply = server.ask(path, asked | dict.fromkeys(fields, count))
+    assert reply.status == 200
+    [job] = jobs
+    outputs = llm.generate(job.prompts, job.params)
+    values = [[output.prompt_logprobs, *map(attrgetter("logprobs"), output.outputs)] for output in outputs]
+    assert size_of(values, set()) + len(reply.body) <= server.api._reply_bytes(job)
 
 
 def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
@@ -205,9 +254,6 @@ def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
 
     asyncio.run(write_both())
     assert order == [*"ababab"]
-
-
-MANY_WORDS = " the" * 300
 
 
 OF_PROMPT = {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7}

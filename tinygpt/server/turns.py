@@ -162,8 +162,12 @@ async def in_slices(parts: Iterable[str]) -> AsyncIterator[bytes]:
         yield "".join(made).encode()
 
 
-async def whole(parts: Iterable[str], write: Write | None = None) -> bytes:
-    return b"".join([part async for part in (write or in_slices)(parts)])
+async def whole(parts: Iterable[str], write: Write | None = None) -> memoryview:
+    """Return the parts as one, which are in memory once."""
+    content = bytearray()
+    async for part in (write or in_slices)(parts):
+        content += part
+    return memoryview(content)
 
 
 async def json_reply(value: dict[str, Any], write: Write | None = None) -> Response:
