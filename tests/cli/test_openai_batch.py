@@ -6,7 +6,7 @@ import pytest
 
 from support.tables import rows
 from tinygpt import LLM
-from tinygpt.cli import batch
+from tinygpt.cli import batch, openai_batch
 from tinygpt.cli import main as cli
 
 pytest.importorskip("fastapi")
@@ -141,3 +141,34 @@ def test_flags_of_lines_with_a_prompt(run, flags, monkeypatch):
     code, _, err = run(LINES, *flags)
     assert code == 2
     assert f"{flags[0]} is for lines with a prompt" in err
+
+
+def test_a_bug_ends_the_run(run, monkeypatch):
+    """The others would wait for its reply without end."""
+
+    async def ask(app, request):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(openai_batch, "_ask", ask)
+    code, _, err = run(LINES)
+    assert code == 1
+    assert "unexpected ZeroDivisionError" in err
+
+
+def test_a_request_waits_until_others_leave_memory(run, monkeypatch):
+    monkeypatch.setattr("tinygpt.server.turns.MAX_HELD", 100)
+    monkeypatch.setattr(openai_batch, "RETRY_SECONDS", 0.01)
+    statuses = []
+    ask = openai_batch._ask
+
+    async def noted(app, request):
+        reply = await ask(app, request)
+        statuses.append(reply.status)
+        return reply
+
+    monkeypatch.setattr(openai_batch, "_ask", noted)
+    code, records, _ = run([line(str(i), "/v1/completions", COMPLETION) for i in range(4)])
+    assert code == 0
+    assert {record["response"]["status_code"] for record in records.values()} == {200}
+    assert len(records) == 4
+    assert openai_batch.FULL in statuses

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FIELDS = ("custom_id", "method", "url", "body")
 FAILED = 400  # and above: the status of an error
+FULL = 429
+RETRY_SECONDS = 1.0
 ACCESS_LOG = "tinygpt.server.access"
 
 
@@ -163,15 +165,28 @@ def _replies(
     app: "FastAPI", requests: list[BatchRequest], most: int
 ) -> Iterator[Iterator[tuple[int, Reply]]]:
     """Yield the replies with their index, as they finish. At the end, those under way are given up."""
-    finished: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
+    finished: SimpleQueue[tuple[int, Reply | Exception]] = SimpleQueue()
     loop = asyncio.new_event_loop()
+
+    def next_reply() -> tuple[int, Reply]:
+        i, reply = finished.get()
+        if isinstance(reply, Exception):
+            raise reply
+        return i, reply
 
     async def ask_all() -> None:
         places = asyncio.Semaphore(most)
 
         async def ask(i: int, request: BatchRequest) -> None:
             async with places:
-                finished.put((i, await _ask(app, request)))
+                try:
+                    reply = await _ask(app, request)
+                    while reply.status == FULL:  # others hold the memory or the queue
+                        await asyncio.sleep(RETRY_SECONDS)
+                        reply = await _ask(app, request)
+                except Exception as bug:
+                    reply = bug
+                finished.put((i, reply))
 
         await asyncio.gather(*(ask(i, request) for i, request in enumerate(requests)))
 
@@ -180,7 +195,7 @@ def _replies(
     access_log.disabled = True
     thread.start()
     try:
-        yield (finished.get() for _ in requests)
+        yield (next_reply() for _ in requests)
     finally:
         api = app.state.api
         api.is_draining = True
