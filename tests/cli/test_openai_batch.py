@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from support.golden_models import write_lora
 from support.tables import rows
 from tinygpt import LLM
 from tinygpt.cli import batch, openai_batch
@@ -106,6 +107,32 @@ def test_a_run_is_continued(run, monkeypatch):
     code, _, err = run([*LINES, LONG], "--dtype", "bfloat16")
     assert code == 2
     assert "was made with dtype float32 and not bfloat16: name another file" in err
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_a_run_is_continued_by_one_model(run, monkeypatch, tmp_path, i):
+    """Also if the lines name a model that another program has."""
+    run(LINES[i : i + 1])
+    monkeypatch.setattr(batch, "load_llm", None)
+    assert run(LINES[i : i + 1])[0] == 0
+    code, _, err = run(LINES, "--model", str(tmp_path))
+    assert code == 2
+    assert f"was made by model demo and --model is {tmp_path}: name another file" in err
+
+
+def test_a_run_with_an_adapter_is_continued(run, tmp_path):
+    adapter = write_lora(tmp_path / "adapter", rank=2, targets=["c_attn"], has_head=False)
+    body = {"prompt": "The fox", "max_tokens": 2}
+    lines = [line(name, "/v1/completions", body | {"model": name}) for name in ("demo", "a")]
+    flags = "--lora-modules", f"a={adapter}"
+    run(lines[1:], *flags)
+    code, records, err = run(lines, *flags)
+    assert code == 0
+    assert "1 of 2 prompts skipped" in err
+    assert {name: record["response"]["body"]["model"] for name, record in records.items()} == {
+        "demo": "demo",
+        "a": "a",
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -121,18 +121,26 @@ class OpenAIRun(Run):
 
     @classmethod
     def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:
-        return read_earlier(path, requests, args.model, args.dtype, _record_in, id_field="custom_id")
+        record_in = partial(_record_in, dict(args.lora_modules or ()).keys())
+        return read_earlier(path, requests, args.model, args.dtype, record_in, id_field="custom_id")
 
     def answer(self) -> int:
         llm, load_seconds = load_llm(self.args)
         from ..server.app import create_app
 
+        known = (self.args.model, *llm.lora_modules)
         names = dict.fromkeys(filter(None, (request.body.get("model") for request in self.pending)))
-        others = [name for name in names if name not in (self.args.model, *llm.lora_modules)]
+        others = [name for name in names if name not in known]
         if others:
             log(f"{self.args.model} answers requests to {', '.join(others)}")
-        served = tuple(dict.fromkeys((self.args.model, *others)))
-        config = ServerConfig(served_model_names=served, max_body_bytes=MAX_COUNT)
+        # Their replies name the model that answers.
+        requests = [
+            replace(request, body=request.body | {"model": None})
+            if request.body.get("model") in others
+            else request
+            for request in self.pending
+        ]
+        config = ServerConfig(served_model_names=(self.args.model,), max_body_bytes=MAX_COUNT)
         num_failed = 0
         before = llm.engine.throughput
 
@@ -142,21 +150,25 @@ class OpenAIRun(Run):
             return reply.line(self.pending[i].id)
 
         most = 2 * llm.engine.engine_config.max_num_seqs  # as many wait as run
-        with _replies(create_app(llm, config), self.pending, most) as replies:
+        with _replies(create_app(llm, config), requests, most) as replies:
             self.write_all(replies, record)
         done = f"{counted(len(self.pending), 'request')}: {rates(llm.engine.throughput - before)}"
         log(f"{done}; load {load_seconds:.2f} s{compiling(self.args)}")
         return num_failed
 
 
-def _record_in(line: bytes) -> dict[str, Any] | None:
+def _record_in(adapters: Collection[str], line: bytes) -> dict[str, Any] | None:
+    """Return the record's id and what it says of the model, of which an adapter is a part, and of its dtype."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(line)
         if isinstance(record["custom_id"], str):
             status = record["response"]["status_code"]
-            failure = {"error": status} if status >= FAILED else {}
-            fingerprint = record["response"]["body"].get("system_fingerprint")  # ends in the dtype
-            return {"id": record["custom_id"], "dtype": (fingerprint or "auto").rpartition("-")[2]} | failure
+            body = record["response"]["body"]
+            fingerprint = body.get("system_fingerprint") or "auto"  # ends in the dtype
+            said = {"id": record["custom_id"], "dtype": fingerprint.rpartition("-")[2]}
+            if body.get("model") not in (None, *adapters):
+                said["model"] = body["model"]
+            return said | ({"error": status} if status >= FAILED else {})
     return None
 
 
