@@ -78,6 +78,38 @@ def test_a_body_may_name_a_flags_field_as_other_programs(run):
     assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
+RESPONSE = line("response", "/v1/responses", {"input": "The fox", "max_output_tokens": 3})
+
+
+def test_a_flag_that_asks_for_nothing_is_for_each_url(run):
+    code, records, _ = run([*LINES, RESPONSE], "--n", "1", "--max-tokens", "2", "--seed", "5")
+    assert code == 0
+    assert {record["response"]["status_code"] for record in records.values()} == {200}
+
+
+def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    asked = "--n", "2", "--logprobs", "2", "--prompt-logprobs", "3"
+    code, _, err = run([*LINES, RESPONSE], *asked)
+    assert code == 2
+    told = err.splitlines()[1:]
+    assert [each.partition(": Input")[0] for each in told] == [
+        "  line 1: --logprobs is not for /v1/chat/completions: logprobs is 2",
+        "  line 1: --prompt-logprobs is not for /v1/chat/completions: prompt_logprobs is not available in a chat.",
+        "  line 4: --logprobs is not for /v1/responses: logprobs is 2",
+        "  line 4: --n is not for /v1/responses: n is 2",
+        "  line 4: --prompt-logprobs is not for /v1/responses: prompt_logprobs is 3",
+    ]
+
+
+def test_all_faults_of_a_line_are_told_at_once(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    wrong = {"custom_id": 3, "method": "GET", "url": "/v2", "body": [], "more": 1}
+    told = run([LINES[0], wrong])[2].splitlines()
+    assert "1 line of" in told[0]
+    assert [each.split()[2] for each in told[1:]] == ["unknown", "custom_id", "method", "url", "body"]
+
+
 def test_a_reply_with_an_error_is_a_record_and_the_others_are_done(run):
     code, records, err = run([*LINES, LONG])
     assert code == 1

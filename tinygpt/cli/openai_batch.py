@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..aliases import OURS
 from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
-from ..sampling_params import SamplingParams
+from ..sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..server.config import ServerConfig
 from .batch import Earlier, Run, read_earlier
-from .flags import FLAGS, compiling, load_llm
+from .flags import FLAGS, compiling, flag_of, load_llm
 from .streams import counted, log, rates, read_lines, read_object
 
 if TYPE_CHECKING:
@@ -62,6 +62,68 @@ class Reply:
         return json.dumps(record | {"error": None}, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class LineReader:
+    """Reads lines of one file. flags: defaults of their bodies. line_of: the lines that are read, by custom_id."""
+
+    form_of: dict[str, Any]
+    check_body: Callable[[Any, dict[str, Any]], None]
+    flags: dict[str, Any]
+    line_of: dict[str, int]
+
+    def request(self, number: int, line: bytes) -> BatchRequest:
+        """Raise RequestError with all faults of the line, each on a line of its own."""
+        fields = read_object(line, ())
+        faults = [
+            f"unknown field {json.dumps(name)}{suggest(name, FIELDS) or '.'}"
+            for name, value in fields.items()
+            if name not in FIELDS and value is not None
+        ]
+        custom_id, method, url, body = map(fields.get, FIELDS)
+        if not isinstance(custom_id, str) or not custom_id:
+            faults.append(f"custom_id is {json.dumps(custom_id)} and must be a text.")
+        elif (first := self.line_of.setdefault(custom_id, number)) != number:
+            faults.append(f"custom_id {custom_id!r} is already that of line {first}.")
+        if method not in (None, "POST"):
+            faults.append(f'method is {json.dumps(method)} and must be "POST".')
+        has_url = isinstance(url, str) and url in self.form_of
+        if not has_url:
+            faults.append(f"url is {json.dumps(url)} and must be one of {', '.join(self.form_of)}.")
+        if not isinstance(body, dict):
+            faults.append(f"body is {json.dumps(body)[:100]} and must be an object.")
+        elif body.get("stream"):
+            faults.append("body.stream is true: the replies of a batch are whole.")
+        elif has_url:
+            try:
+                body = self._with_flags(url, body)
+            except RequestError as error:
+                faults.append(str(error))
+        if faults:
+            raise RequestError("\n".join(faults))
+        return BatchRequest(number, custom_id, url, body)
+
+    def _with_flags(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body with the flags that it leaves open, but for those that ask nothing of a url without them."""
+        form = self.form_of[url]
+        self.check_body(form, body)
+        names = OURS | {field.alias: name for name, field in form.model_fields.items() if field.alias}
+        given = {names.get(name, name) for name, value in body.items() if value is not None}
+        missing = form.model_fields.keys() - given
+        flags = {name: value for name, value in self.flags.items() if name in missing}
+        faults = []
+        for name, value in [*flags.items()]:
+            try:
+                self.check_body(form, {name: value} | body)
+            except RequestError as error:
+                del flags[name]
+                if value != SAMPLING_FIELDS[name].default:
+                    faults.append(f"{flag_of(name)} is not for {url}: {error}")
+        if faults:
+            raise RequestError("\n".join(faults))
+        self.check_body(form, flags | body)
+        return flags | body
+
+
 class OpenAIRun(Run):
     """A run whose `pending` are BatchRequests."""
 
@@ -82,42 +144,12 @@ class OpenAIRun(Run):
         except ImportError as error:
             needs = f"OpenAI's lines in --input {path} need {error.name}"
             raise RequestError(f"{needs}, which comes with: {how_to_install('serve')}.") from None
-        form_of = forms()
-        defaults = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
+        flags = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
         if params.soft_prompt is not None:
-            defaults["soft_prompt"] = params.soft_prompt
-        line_of: dict[str, int] = {}
-
-        def request(number: int, line: bytes) -> BatchRequest:
-            fields = read_object(line, ())
-            unknown = [name for name in fields if name not in FIELDS and fields[name] is not None]
-            if unknown:
-                raise RequestError(
-                    f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], FIELDS) or '.'}"
-                )
-            custom_id, method, url, body = map(fields.get, FIELDS)
-            if not isinstance(custom_id, str) or not custom_id:
-                raise RequestError(f"custom_id is {json.dumps(custom_id)} and must be a text.")
-            if method not in (None, "POST"):
-                raise RequestError(f'method is {json.dumps(method)} and must be "POST".')
-            if not isinstance(url, str) or url not in form_of:
-                raise RequestError(f"url is {json.dumps(url)} and must be one of {', '.join(form_of)}.")
-            if not isinstance(body, dict):
-                raise RequestError(f"body is {json.dumps(body)[:100]} and must be an object.")
-            if body.get("stream"):
-                raise RequestError("body.stream is true: the replies of a batch are whole.")
-            form = form_of[url]
-            given = {OURS.get(name, name) for name, value in body.items() if value is not None}
-            missing = form.model_fields.keys() - given
-            body = {name: value for name, value in defaults.items() if name in missing} | body
-            check_body(form, body)
-            if custom_id in line_of:
-                raise RequestError(f"custom_id {custom_id!r} is already that of line {line_of[custom_id]}.")
-            line_of[custom_id] = number
-            return BatchRequest(number, custom_id, url, body)
-
+            flags["soft_prompt"] = params.soft_prompt
+        reader = LineReader(forms(), check_body, flags, {})
         lines = enumerate(content.split(b"\n"), 1)
-        return read_lines(path, {n: partial(request, n, line) for n, line in lines if line.strip()})
+        return read_lines(path, {n: partial(reader.request, n, line) for n, line in lines if line.strip()})
 
     @classmethod
     def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:

@@ -142,8 +142,6 @@ class Api:
         """Answer messages."""
         if form.top_logprobs and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
-        if form.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
         is_lenient = self.config.ignores_unknown_fields or not self.config.strict_tools
         if problem := form.tool_problem(self.shows_tools or is_lenient):
             raise ApiError(400, problem, "tool_choice")
