@@ -324,6 +324,46 @@ def test_a_text_file_has_a_prompt_in_each_line(tmp_path, capsys, flags):
     assert "line 2: not UTF-8 text: see its byte 1" in capsys.readouterr().err
 
 
+MARK = b"\xef\xbb\xbf"  # of UTF-8, as editors on Windows write it
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "prompts"),
+    [
+        (["--input"], MARK + b"1, 2\n", [[1, 2]]),
+        (["--input"], MARK + b"\r\n" + MARK + b'{"prompt": "a"}\n', ["a"]),
+        (["--input-format", "text", "--input"], MARK + b"\na\n" + MARK + b"b\n", ["a", "b"]),
+        (["--json", "--file"], MARK + b"The fox", ["The fox"]),
+    ],
+)
+def test_a_mark_of_utf8_is_no_part_of_a_text(tmp_path, capsys, flags, content, prompts):
+    path = tmp_path / "prompts"
+    path.write_bytes(content)
+    assert cli.main(["generate", *flags, str(path), *FLAGS]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    key = "prompt_token_ids" if prompts == [[1, 2]] else "prompt"
+    assert [record[key] for record in records] == prompts
+
+
+@pytest.mark.parametrize("flags", [[], ["--input-format", "text"]])
+def test_the_byte_at_fault_is_counted_with_the_mark(tmp_path, capsys, flags):
+    path = tmp_path / "prompts"
+    path.write_bytes(MARK + b'{"b\xff"}\n')
+    assert cli.main(["generate", "--input", str(path), *flags]) == 2
+    assert "line 1: not UTF-8 text: see its byte 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "content"), [("--grammar-file", b'start: "a"'), ("--config", b"guided-regex: a")]
+)
+def test_files_of_flags_may_have_the_mark(tmp_path, capsys, flag, content):
+    path = tmp_path / "file"
+    path.write_bytes(MARK + content)
+    pytest.importorskip("llguidance")
+    assert cli.main(["generate", "The fox", flag, str(path), *FLAGS]) == 0
+    assert capsys.readouterr().out == "a\n"
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [

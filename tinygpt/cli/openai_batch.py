@@ -21,7 +21,7 @@ from ..sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..server.config import ServerConfig
 from .batch import Earlier, Run, read_earlier
 from .flags import FLAGS, compiling, flag_of, load_llm
-from .streams import counted, log, rates, read_lines, read_object
+from .streams import counted, line_readers, log, rates, read_lines, read_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -148,8 +148,7 @@ class OpenAIRun(Run):
         if params.soft_prompt is not None:
             flags["soft_prompt"] = params.soft_prompt
         reader = LineReader(forms(), check_body, flags, {})
-        lines = enumerate(content.split(b"\n"), 1)
-        return read_lines(path, {n: partial(reader.request, n, line) for n, line in lines if line.strip()})
+        return read_lines(path, line_readers(content, reader.request))
 
     @classmethod
     def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:
