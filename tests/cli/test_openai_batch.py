@@ -1,9 +1,11 @@
 """`generate --input` with OpenAI's batch lines: replies in its format of results, refusals, continued runs."""
 
 import json
+import signal
 
 import pytest
 
+from support.gate import noting
 from support.golden_models import write_lora
 from support.tables import rows
 from tinygpt import LLM
@@ -231,3 +233,13 @@ def test_a_request_waits_until_others_leave_memory(run, monkeypatch):
     assert {record["response"]["status_code"] for record in records.values()} == {200}
     assert len(records) == 4
     assert openai_batch.FULL in statuses
+
+
+def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
+    asked = noting(monkeypatch, openai_batch, "_ask", lambda app, request: request.id)
+    monkeypatch.setattr(openai_batch.Reply, "line", lambda *_: signal.raise_signal(signal.SIGINT))
+    endless = {"prompt": "The fox", "max_tokens": 500, "ignore_eos": True}
+    code, _, err = run([LINES[2], *(line(str(i), "/v1/completions", endless) for i in range(3))])
+    assert code == 130
+    assert "0 of 4 prompts answered" in err
+    assert len(asked) == 4

@@ -5,13 +5,12 @@ import asyncio
 import json
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..aliases import OURS
@@ -208,44 +207,33 @@ def _replies(
     app: "FastAPI", requests: list[BatchRequest], most: int
 ) -> Iterator[Iterator[tuple[int, Reply]]]:
     """Yield the replies with their index, as they finish. At the end, those under way are given up."""
-    finished: SimpleQueue[tuple[int, Reply | Exception]] = SimpleQueue()
     loop = asyncio.new_event_loop()
+    tasks: set[asyncio.Task[tuple[int, Reply]]] = set()
 
-    def next_reply() -> tuple[int, Reply]:
-        i, reply = finished.get()
-        if isinstance(reply, Exception):
-            raise reply
+    async def ask(i: int, request: BatchRequest) -> tuple[int, Reply]:
+        while (reply := await _ask(app, request)).status == FULL:  # others hold the memory or the queue
+            await asyncio.sleep(RETRY_SECONDS)
         return i, reply
 
-    async def ask_all() -> None:
-        places = asyncio.Semaphore(most)
+    def finished() -> Iterator[tuple[int, Reply]]:
+        waiting = enumerate(requests)
+        while True:
+            tasks.update(loop.create_task(ask(*pair)) for pair in islice(waiting, most - len(tasks)))
+            if not tasks:
+                return
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+            tasks.difference_update(done)
+            yield from (task.result() for task in done)
 
-        async def ask(i: int, request: BatchRequest) -> None:
-            async with places:
-                try:
-                    reply = await _ask(app, request)
-                    while reply.status == FULL:  # others hold the memory or the queue
-                        await asyncio.sleep(RETRY_SECONDS)
-                        reply = await _ask(app, request)
-                except Exception as bug:
-                    reply = bug
-                finished.put((i, reply))
-
-        await asyncio.gather(*(ask(i, request) for i, request in enumerate(requests)))
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(ask_all(),), daemon=True)
     access_log = logging.getLogger(ACCESS_LOG)
     access_log.disabled = True
-    thread.start()
     try:
-        yield (next_reply() for _ in requests)
+        yield finished()
     finally:
-        api = app.state.api
-        api.is_draining = True
-        if thread.is_alive():
-            with suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(api.stop_all)
-        thread.join()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
         loop.close()
         access_log.disabled = False
 
