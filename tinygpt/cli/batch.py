@@ -122,8 +122,13 @@ class Run:
     def read(
         cls, path: Path, content: bytes, args: argparse.Namespace, params: "SamplingParams"
     ) -> list[Any]:
-        """Return the prompts of --input. Raise RequestError that lists every line with an error."""
-        return streams.read_prompts(path, params, content)
+        """Return the prompts of --input. Raise RequestError that lists every line with an error, by the model, too."""
+        try:
+            return streams.read_prompts(path, params, content)
+        except RequestError:
+            from ..on_ray.batch import prompt_check
+
+            return streams.read_prompts(path, params, content, prompt_check(args))
 
     @classmethod
     def earlier_in(cls, path: Path, prompts: Iterable[Any], args: argparse.Namespace) -> "Earlier":

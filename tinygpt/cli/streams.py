@@ -309,16 +309,20 @@ class PromptRecord:
     params: SamplingParams
 
 
-def read_prompts(path: Path, defaults: SamplingParams, content: bytes | None = None) -> list[PromptRecord]:
+def read_prompts(
+    path: Path,
+    defaults: SamplingParams,
+    content: bytes,
+    check: "Callable[[PromptRecord], Any]" = lambda record: None,
+) -> list[PromptRecord]:
     """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line.
 
-    content: the file's, if it is read already.
+    content: the file's. check: raises errors of other kinds.
     """
-    content = read_bytes(f"--input {path}", path) if content is None else content
     line_of: dict[str | int, int] = {}
 
     def read(number: int, line: bytes) -> PromptRecord:
-        record = _read_line(number, line, defaults)
+        record = _read_line(number, line, defaults, check)
         if record.id in line_of:
             raise RequestError(f"id {record.id!r} is already that of line {line_of[record.id]}.")
         line_of[record.id] = number
@@ -365,7 +369,9 @@ def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) ->
     return results
 
 
-def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
+def _read_line(
+    number: int, line: bytes, defaults: SamplingParams, check: Callable[[PromptRecord], Any]
+) -> PromptRecord:
     ids = TOKEN_IDS.fullmatch(line.removeprefix(BOM_UTF8))
     fields = {"prompt": [*map(int, ids[0].split(b","))]} if ids else read_object(line)
     unknown = {name: fields.pop(name) for name in [*fields] if name not in _FIELDS}
@@ -379,30 +385,36 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if type(record_id) not in (int, str):
         faults.append(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
     prompts = [prompt for name in PROMPT_FIELDS if (prompt := fields.pop(name, None)) is not None]
-    if len(prompts) != 1 or not isinstance(prompts[0], (str, list)):
+    prompt, *others = prompts or [None]
+    if others or not isinstance(prompt, (str, list)):
+        prompt = [0]  # any: the other fields are judged, too
         faults.append("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
     split_special_tokens = fields.pop("split_special_tokens", None)
     if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
         faults.append(
             f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
         )
+        split_special_tokens = None
     biases = fields.get("logit_bias")
     if isinstance(biases, dict):
         fields["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
-    params = None
-    while params is None:
+    while True:
         try:
             params = with_seed(replace(defaults, **fields))
-        except RequestError as error:
+            record = PromptRecord(number, record_id, prompt, split_special_tokens, params)
+            check(record)
+            if not faults:
+                return record
+            break
+        except TinyGPTError as error:
             faults.append(str(error))
-            if error.field not in fields:
+            field = getattr(error, "field", None)
+            if field not in fields:
                 break
-            del fields[error.field]  # the others are judged next to each other, as they stand
-    if faults:
-        raise RequestError("\n".join(faults))
-    return PromptRecord(number, record_id, prompts[0], split_special_tokens, params)
+            del fields[field]  # the others are judged next to each other, as they stand
+    raise RequestError("\n".join(faults))
 
 
 def read_object(line: bytes, names: Collection[str] = _FIELDS) -> dict[str, Any]:
