@@ -69,7 +69,7 @@ REWRITTEN: dict[str, Callable[[str], list[str]]] = {
     "--init-from": lambda text: [] if text == "resume" else [f"--model={text}"],
     "--start": lambda text: [f"--file={text[5:]}" if text.startswith("FILE:") else f"--prompt={text}"],
     "--int8-mode": lambda text: [] if text == "0" else ["--dtype=int8"],
-    "--grammar-file": lambda text: [f"--guided-grammar={Path(text).read_text(encoding='utf-8')}"],
+    "--grammar-file": lambda text: [f"--guided-grammar={Path(text).read_text(encoding='utf-8-sig')}"],
     # A prompt in each line, but for the token ids of start_ids.csv.
     "--sample-input-file": lambda text: [f"--input={text}", *TEXT_LINES * (Path(text).suffix in TEXT_FILES)],
     **dict.fromkeys(("-c", "--ctx-size"), lambda text: [] if text == "0" else [f"--max-model-len={text}"]),

@@ -99,6 +99,11 @@ def test_other_files_are_no_records(text, tmp_path):
         read_records(tmp_path / "y")
 
 
+def test_a_file_of_records_may_have_a_mark_of_utf8(tmp_path):
+    (tmp_path / "x").write_bytes(b'\xef\xbb\xbf[{"samples_ts": [1.0], "model_filename": "x"}]')
+    assert read_records(tmp_path / "x") == [{"samples_ts": [1.0], "model_filename": "x"}]
+
+
 def test_records_are_drawn(records, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     drawn = noting(monkeypatch, report, "_draw_panel", lambda axes, panel: panel)

@@ -305,6 +305,37 @@ def test_all_faults_of_all_lines_are_told_at_once(jobs, no_model):
     assert faults[6].startswith("  line 3: not JSON")
 
 
+def test_faults_by_the_model_are_told_with_the_others(jobs, no_model):
+    jobs.write(
+        [
+            {"prompt": "a", "foo": 1, "max_tokens": 10**5},
+            {"prompt": [10**8]},
+            {"prompt": 3, "stop_token_ids": [10**7], "suppress_tokens": [10**8], "temperature": -1},
+            {"prompt": "a", "lora_request": "pirate"},
+        ]
+    )
+    assert jobs.run() == 2
+    headline, *faults = jobs.err.splitlines()
+    assert "4 lines of" in headline
+    told = [
+        'line 1: unknown field "foo"',
+        "line 1: prompt has 1 token and max_tokens is 100000",
+        "line 2: token id 100000000 is outside",
+        "line 3: one field prompt",
+        "line 3: temperature is -1",
+        "line 3: stop_token_ids",
+        "line 3: suppress_tokens",
+        "line 4: lora_request",
+    ]
+    assert [fault.strip()[: len(one)] for fault, one in zip(faults, told, strict=True)] == told
+
+
+def test_faults_of_lines_are_told_without_the_model(jobs, no_model):
+    jobs.write([{"prompt": "a", "foo": 1}, {"prompt": [10**8]}])
+    assert jobs.run("--model", "/nowhere") == 2
+    assert jobs.err.splitlines()[1:] == ['  line 1: unknown field "foo".']
+
+
 def test_fields_that_are_null_are_not_given(jobs):
     jobs.write([{"id": None, "prompt": "a", "prompt_token_ids": None, "priority": None}, {"prompt": "a"}])
     assert jobs.run() == 0
@@ -322,6 +353,46 @@ def test_a_text_file_has_a_prompt_in_each_line(tmp_path, capsys, flags):
     path.write_bytes(b"a\nb\xff\n")
     assert cli.main(["generate", *flags, str(path)]) == 2
     assert "line 2: not UTF-8 text: see its byte 1" in capsys.readouterr().err
+
+
+MARK = b"\xef\xbb\xbf"  # of UTF-8, as editors on Windows write it
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "prompts"),
+    [
+        (["--input"], MARK + b"1, 2\n", [[1, 2]]),
+        (["--input"], MARK + b"\r\n" + MARK + b'{"prompt": "a"}\n', ["a"]),
+        (["--input-format", "text", "--input"], MARK + b"\na\n" + MARK + b"b\n", ["a", "b"]),
+        (["--json", "--file"], MARK + b"The fox", ["The fox"]),
+    ],
+)
+def test_a_mark_of_utf8_is_no_part_of_a_text(tmp_path, capsys, flags, content, prompts):
+    path = tmp_path / "prompts"
+    path.write_bytes(content)
+    assert cli.main(["generate", *flags, str(path), *FLAGS]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    key = "prompt_token_ids" if prompts == [[1, 2]] else "prompt"
+    assert [record[key] for record in records] == prompts
+
+
+@pytest.mark.parametrize("flags", [[], ["--input-format", "text"]])
+def test_the_byte_at_fault_is_counted_with_the_mark(tmp_path, capsys, flags):
+    path = tmp_path / "prompts"
+    path.write_bytes(MARK + b'{"b\xff"}\n')
+    assert cli.main(["generate", "--input", str(path), *flags]) == 2
+    assert "line 1: not UTF-8 text: see its byte 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "content"), [("--grammar-file", b'start: "a"'), ("--config", b"guided-regex: a")]
+)
+def test_files_of_flags_may_have_the_mark(tmp_path, capsys, flag, content):
+    path = tmp_path / "file"
+    path.write_bytes(MARK + content)
+    pytest.importorskip("llguidance")
+    assert cli.main(["generate", "The fox", flag, str(path), *FLAGS]) == 0
+    assert capsys.readouterr().out == "a\n"
 
 
 @pytest.mark.parametrize(
@@ -534,7 +605,7 @@ def test_a_fault_is_told_of_the_line_and_not_of_a_field_alone(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a", "min_tokens": 50, "max_tokens": 100, "top_p": 7, "temperature": -1}\n')
     with pytest.raises(RequestError) as caught:
-        streams.read_prompts(path, SamplingParams())
+        streams.read_prompts(path, SamplingParams(), path.read_bytes())
     assert "min_tokens" not in str(caught.value)
     assert "top_p is 7" in str(caught.value)
     assert "temperature is -1" in str(caught.value)

@@ -1,12 +1,15 @@
 """`generate --input` with OpenAI's batch lines: replies in its format of results, refusals, continued runs."""
 
 import json
+import signal
 
 import pytest
 
+from support.gate import noting
+from support.golden_models import write_lora
 from support.tables import rows
 from tinygpt import LLM
-from tinygpt.cli import batch
+from tinygpt.cli import batch, openai_batch
 from tinygpt.cli import main as cli
 
 pytest.importorskip("fastapi")
@@ -77,6 +80,38 @@ def test_a_body_may_name_a_flags_field_as_other_programs(run):
     assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
+RESPONSE = line("response", "/v1/responses", {"input": "The fox", "max_output_tokens": 3})
+
+
+def test_a_flag_that_asks_for_nothing_is_for_each_url(run):
+    code, records, _ = run([*LINES, RESPONSE], "--n", "1", "--max-tokens", "2", "--seed", "5")
+    assert code == 0
+    assert {record["response"]["status_code"] for record in records.values()} == {200}
+
+
+def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    asked = "--n", "2", "--logprobs", "2", "--prompt-logprobs", "3"
+    code, _, err = run([*LINES, RESPONSE], *asked)
+    assert code == 2
+    told = err.splitlines()[1:]
+    assert [each.partition(": Input")[0] for each in told] == [
+        "  line 1: --logprobs is not for /v1/chat/completions: logprobs is 2",
+        "  line 1: --prompt-logprobs is not for /v1/chat/completions: prompt_logprobs is not available in a chat.",
+        "  line 4: --logprobs is not for /v1/responses: logprobs is 2",
+        "  line 4: --n is not for /v1/responses: n is 2",
+        "  line 4: --prompt-logprobs is not for /v1/responses: prompt_logprobs is 3",
+    ]
+
+
+def test_all_faults_of_a_line_are_told_at_once(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    wrong = {"custom_id": 3, "method": "GET", "url": "/v2", "body": [], "more": 1}
+    told = run([LINES[0], wrong])[2].splitlines()
+    assert "1 line of" in told[0]
+    assert [each.split()[2] for each in told[1:]] == ["unknown", "custom_id", "method", "url", "body"]
+
+
 def test_a_reply_with_an_error_is_a_record_and_the_others_are_done(run):
     code, records, err = run([*LINES, LONG])
     assert code == 1
@@ -106,6 +141,32 @@ def test_a_run_is_continued(run, monkeypatch):
     code, _, err = run([*LINES, LONG], "--dtype", "bfloat16")
     assert code == 2
     assert "was made with dtype float32 and not bfloat16: name another file" in err
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_a_run_is_continued_by_one_model(run, monkeypatch, tmp_path, i):
+    """Also if the lines name a model that another program has."""
+    run(LINES[i : i + 1])
+    monkeypatch.setattr(batch, "load_llm", None)
+    assert run(LINES[i : i + 1])[0] == 0
+    code, _, err = run(LINES, "--model", str(tmp_path))
+    assert code == 2
+    assert f"was made by model demo and --model is {tmp_path}: name another file" in err
+
+
+def test_a_run_with_an_adapter_is_continued(run, tmp_path):
+    adapter = write_lora(tmp_path / "adapter", rank=2, targets=["c_attn"], has_head=False)
+    body = {"prompt": "The fox", "max_tokens": 2}
+    lines = [line(name, "/v1/completions", body | {"model": name}) for name in ("demo", "a")]
+    flags = "--lora-modules", f"a={adapter}"
+    run(lines[1:], *flags)
+    code, records, err = run(lines, *flags)
+    assert code == 0
+    assert "1 of 2 prompts skipped" in err
+    assert {name: record["response"]["body"]["model"] for name, record in records.items()} == {
+        "demo": "demo",
+        "a": "a",
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,3 +202,44 @@ def test_flags_of_lines_with_a_prompt(run, flags, monkeypatch):
     code, _, err = run(LINES, *flags)
     assert code == 2
     assert f"{flags[0]} is for lines with a prompt" in err
+
+
+def test_a_bug_ends_the_run(run, monkeypatch):
+    """The others would wait for its reply without end."""
+
+    async def ask(app, request):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(openai_batch, "_ask", ask)
+    code, _, err = run(LINES)
+    assert code == 1
+    assert "unexpected ZeroDivisionError" in err
+
+
+def test_a_request_waits_until_others_leave_memory(run, monkeypatch):
+    monkeypatch.setattr("tinygpt.server.turns.MAX_HELD", 100)
+    monkeypatch.setattr(openai_batch, "RETRY_SECONDS", 0.01)
+    statuses = []
+    ask = openai_batch._ask
+
+    async def noted(app, request):
+        reply = await ask(app, request)
+        statuses.append(reply.status)
+        return reply
+
+    monkeypatch.setattr(openai_batch, "_ask", noted)
+    code, records, _ = run([line(str(i), "/v1/completions", COMPLETION) for i in range(4)])
+    assert code == 0
+    assert {record["response"]["status_code"] for record in records.values()} == {200}
+    assert len(records) == 4
+    assert openai_batch.FULL in statuses
+
+
+def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
+    asked = noting(monkeypatch, openai_batch, "_ask", lambda app, request: request.id)
+    monkeypatch.setattr(openai_batch.Reply, "line", lambda *_: signal.raise_signal(signal.SIGINT))
+    endless = {"prompt": "The fox", "max_tokens": 500, "ignore_eos": True}
+    code, _, err = run([LINES[2], *(line(str(i), "/v1/completions", endless) for i in range(3))])
+    assert code == 130
+    assert "0 of 4 prompts answered" in err
+    assert len(asked) == 4

@@ -12,7 +12,7 @@ from support.serving import served, until
 from tinygpt.cli import serve
 from tinygpt.engine import grammar_process, guided
 from tinygpt.look import edits, hooks
-from tinygpt.server import api, app, gate, monitoring, turns
+from tinygpt.server import api, app, gate, monitoring, replies, turns
 from tinygpt.server.config import ServerConfig
 
 BOUNDS = {
@@ -25,7 +25,13 @@ BOUNDS = {
         gate.PIECE_BYTES,
         turns.HUGE >> 10,
     ),
-    "bodies and": (turns.MAX_HELD >> 20, api.BYTES_OF_LOGPROB, api.BYTES_OF_PROMPT),
+    "bodies and": (
+        turns.MAX_HELD >> 20,
+        replies.BYTES_OF_LOGPROB,
+        replies.BYTES_OF_VALUE,
+        replies.BYTES_OF_VALUES,
+        api.BYTES_OF_PROMPT,
+    ),
     "a reply": (app.UNREAD_SECONDS, monitoring.MAX_UNREAD),
     "samples": (),
     "arrays": (serve.MAX_CAPTURED >> 20, edits.MAX_PLACED, hooks.MAX_PATTERNS, hooks.MAX_CHARACTERS),

@@ -1,16 +1,22 @@
 """Bodies and replies of megabytes: a few errors are looked for, texts are read in a thread, and written in parts."""
 
 import asyncio
+import gc
+import json
+import sys
 import threading
+import tracemalloc
+from contextlib import nullcontext
+from operator import attrgetter
 
 import pytest
 from pydantic import ValidationError
 
 from support.gate import Gate, Held, noting
-from support.serving import until
+from support.serving import served, until
 from tinygpt.aliases import OURS
 from tinygpt.server import api, protocol, replies, turns
-from tinygpt.server.api import MAX_LOGPROBS
+from tinygpt.server.api import MAX_LOGPROBS, Api
 from tinygpt.server.chats import ChatRequest, ResponsesRequest
 from tinygpt.server.protocol import MAX_FIELDS, MAX_WORDS, CompletionRequest
 from tinygpt.server.refusals import to_json
@@ -77,6 +83,39 @@ def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
         assert len(order) == 1
         held.release.set()
         assert all(client.socket.recv(100).startswith(b"HTTP/1.1 200") for client in clients)
+
+
+EMPTY_LISTS = b'{"prompt": "a", "unknown": [%s]}' % b",".join([b"[]"] * 100_000)
+
+
+@pytest.mark.parametrize("unknown_fields", ["refuse", "ignore"])
+def test_no_collection_looks_at_the_lists_of_a_huge_body(llm, monkeypatch, unknown_fields):
+    collections = []
+    names = noting(monkeypatch, json, "loads", lambda text: threading.current_thread().name)
+    with served(llm, unknown_fields=unknown_fields) as server:
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        try:
+            reply = server.ask("/v1/completions", EMPTY_LISTS)
+        finally:
+            gc.callbacks.pop()
+    assert reply.status == {"refuse": 400, "ignore": 200}[unknown_fields]
+    assert server.thread.name not in names
+    assert len(collections) < 40  # a collection for every 700 lists: more than 100
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_huge_body_the_loop_is_left_as_long_as_it_took(monkeypatch, fails):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(turns.asyncio, "sleep", sleep)
+    monkeypatch.setattr(turns.time, "perf_counter", iter([2.0, 5.0]).__next__)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        asyncio.run(turns.read_huge(lambda: 1 / (not fails)))
+    assert waits == [3.0]
 
 
 def test_biases_have_an_end(server):
@@ -149,10 +188,56 @@ MIXED = {
 }
 
 
+MANY_WORDS = " the" * 300
+
+
 def test_json_in_parts_is_json():
     assert "".join(json_parts(MIXED)) == to_json(MIXED)
     for items in ([], [MIXED], [MIXED] * 3):
         assert "".join(json_parts({"a": 1, "b": (each for each in items)})) == to_json({"a": 1, "b": items})
+
+
+def test_a_reply_is_in_memory_once(monkeypatch):
+    monkeypatch.setattr(turns, "SLICE_SECONDS", -1.0)
+    tracemalloc.start()
+    try:
+        size = len(asyncio.run(whole("x" * 100_000 for _ in range(100))))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size == 10_000_000
+    assert most < 1.3 * size
+
+
+def size_of(value, seen):
+    """Bytes of lists, dicts and numbers, each of which counts once."""
+    if value is None or id(value) in seen:
+        return 0
+    seen.add(id(value))
+    parts = value if isinstance(value, list) else ()
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else parts
+    return sys.getsizeof(value) + sum(size_of(part, seen) for part in parts)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 10, 20])
+@pytest.mark.parametrize(
+    ("path", "fields", "asked"),
+    [
+        ("/v1/completions", ["prompt_logprobs"], {"prompt": MANY_WORDS, "max_tokens": 1, "n": 3}),
+        ("/v1/completions", ["logprobs"], {"prompt": MANY_WORDS, "echo": True, "max_tokens": 0}),
+        ("/v1/completions", ["logprobs"], {"prompt": "a", "max_tokens": 300, "ignore_eos": True}),
+        ("/generate", ["logprobs", "prompt_logprobs"], {"prompt": MANY_WORDS, "max_tokens": 100}),
+    ],
+)
+def test_log_probabilities_count_as_they_are(server, llm, monkeypatch, path, fields, asked, count):
+    """As values and as JSON: both are there while a reply is written."""
+    jobs = noting(monkeypatch, Api, "_reply_bytes", lambda api, job: job)
+    reply = server.ask(path, asked | dict.fromkeys(fields, count))
+    assert reply.status == 200
+    [job] = jobs
+    outputs = llm.generate(job.prompts, job.params)
+    values = [[output.prompt_logprobs, *map(attrgetter("logprobs"), output.outputs)] for output in outputs]
+    assert size_of(values, set()) + len(reply.body) <= server.api._reply_bytes(job)
 
 
 def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
@@ -169,9 +254,6 @@ def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
 
     asyncio.run(write_both())
     assert order == [*"ababab"]
-
-
-MANY_WORDS = " the" * 300
 
 
 OF_PROMPT = {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7}

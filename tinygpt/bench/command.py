@@ -232,7 +232,7 @@ def _compare(args: argparse.Namespace) -> None:
 def read_records(path: Path) -> list[Record]:
     """Read a JSON or JSONL file of bench, or of llama-bench. Raise RequestError for anything else."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         try:
             value = json.loads(text)
         except ValueError:

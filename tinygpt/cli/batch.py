@@ -122,8 +122,13 @@ class Run:
     def read(
         cls, path: Path, content: bytes, args: argparse.Namespace, params: "SamplingParams"
     ) -> list[Any]:
-        """Return the prompts of --input. Raise RequestError that lists every line with an error."""
-        return streams.read_prompts(path, params, content)
+        """Return the prompts of --input. Raise RequestError that lists every line with an error, by the model, too."""
+        try:
+            return streams.read_prompts(path, params, content)
+        except RequestError:
+            from ..on_ray.batch import prompt_check
+
+            return streams.read_prompts(path, params, content, prompt_check(args))
 
     @classmethod
     def earlier_in(cls, path: Path, prompts: Iterable[Any], args: argparse.Namespace) -> "Earlier":
@@ -280,8 +285,10 @@ def read_earlier(
             raise RequestError(
                 f"{place} answers {id_field} {record['id']!r}, which --input does not have: name another file."
             )
+        if "prompt" in record:
+            _check_prompt(place, record, prompt_of[record["id"]])
         if "model" in record:
-            _check_prompt_and_model(place, record, prompt_of[record["id"]], model)
+            _check_model(place, record["model"], model)
         if "auto" not in (record["dtype"], dtype) and record["dtype"] != dtype:
             raise RequestError(
                 f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file."
@@ -313,19 +320,18 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _check_prompt_and_model(place: str, record: dict[str, Any], prompt: str | list[int], model: str) -> None:
+def _check_prompt(place: str, record: dict[str, Any], prompt: str | list[int]) -> None:
     # [] became the BOS token.
     if prompt not in (record["prompt"], record["prompt_token_ids"], []):
         raise RequestError(
             f"{place} answers another prompt than the one with id {record['id']!r}: name another file."
         )
-    is_same = (
-        os.path.isdir(record["model"]) and os.path.isdir(model) and os.path.samefile(record["model"], model)
-    )
-    if record["model"] != model and not is_same:
-        raise RequestError(
-            f"{place} was made by model {record['model']} and --model is {model}: name another file."
-        )
+
+
+def _check_model(place: str, made_by: str, model: str) -> None:
+    is_same = os.path.isdir(made_by) and os.path.isdir(model) and os.path.samefile(made_by, model)
+    if made_by != model and not is_same:
+        raise RequestError(f"{place} was made by model {made_by} and --model is {model}: name another file.")
 
 
 @contextmanager

@@ -5,29 +5,30 @@ import asyncio
 import json
 import logging
 import secrets
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..aliases import OURS
 from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
-from ..sampling_params import SamplingParams
+from ..sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..server.config import ServerConfig
 from .batch import Earlier, Run, read_earlier
-from .flags import FLAGS, compiling, load_llm
-from .streams import counted, log, rates, read_lines, read_object
+from .flags import FLAGS, compiling, flag_of, load_llm
+from .streams import counted, line_readers, log, rates, read_lines, read_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 FIELDS = ("custom_id", "method", "url", "body")
 FAILED = 400  # and above: the status of an error
+FULL = 429
+RETRY_SECONDS = 1.0
 ACCESS_LOG = "tinygpt.server.access"
 
 
@@ -60,6 +61,68 @@ class Reply:
         return json.dumps(record | {"error": None}, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class LineReader:
+    """Reads lines of one file. flags: defaults of their bodies. line_of: the lines that are read, by custom_id."""
+
+    form_of: dict[str, Any]
+    check_body: Callable[[Any, dict[str, Any]], None]
+    flags: dict[str, Any]
+    line_of: dict[str, int]
+
+    def request(self, number: int, line: bytes) -> BatchRequest:
+        """Raise RequestError with all faults of the line, each on a line of its own."""
+        fields = read_object(line, ())
+        faults = [
+            f"unknown field {json.dumps(name)}{suggest(name, FIELDS) or '.'}"
+            for name, value in fields.items()
+            if name not in FIELDS and value is not None
+        ]
+        custom_id, method, url, body = map(fields.get, FIELDS)
+        if not isinstance(custom_id, str) or not custom_id:
+            faults.append(f"custom_id is {json.dumps(custom_id)} and must be a text.")
+        elif (first := self.line_of.setdefault(custom_id, number)) != number:
+            faults.append(f"custom_id {custom_id!r} is already that of line {first}.")
+        if method not in (None, "POST"):
+            faults.append(f'method is {json.dumps(method)} and must be "POST".')
+        has_url = isinstance(url, str) and url in self.form_of
+        if not has_url:
+            faults.append(f"url is {json.dumps(url)} and must be one of {', '.join(self.form_of)}.")
+        if not isinstance(body, dict):
+            faults.append(f"body is {json.dumps(body)[:100]} and must be an object.")
+        elif body.get("stream"):
+            faults.append("body.stream is true: the replies of a batch are whole.")
+        elif has_url:
+            try:
+                body = self._with_flags(url, body)
+            except RequestError as error:
+                faults.append(str(error))
+        if faults:
+            raise RequestError("\n".join(faults))
+        return BatchRequest(number, custom_id, url, body)
+
+    def _with_flags(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body with the flags that it leaves open, but for those that ask nothing of a url without them."""
+        form = self.form_of[url]
+        self.check_body(form, body)
+        names = OURS | {field.alias: name for name, field in form.model_fields.items() if field.alias}
+        given = {names.get(name, name) for name, value in body.items() if value is not None}
+        missing = form.model_fields.keys() - given
+        flags = {name: value for name, value in self.flags.items() if name in missing}
+        faults = []
+        for name, value in [*flags.items()]:
+            try:
+                self.check_body(form, {name: value} | body)
+            except RequestError as error:
+                del flags[name]
+                if value != SAMPLING_FIELDS[name].default:
+                    faults.append(f"{flag_of(name)} is not for {url}: {error}")
+        if faults:
+            raise RequestError("\n".join(faults))
+        self.check_body(form, flags | body)
+        return flags | body
+
+
 class OpenAIRun(Run):
     """A run whose `pending` are BatchRequests."""
 
@@ -80,57 +143,34 @@ class OpenAIRun(Run):
         except ImportError as error:
             needs = f"OpenAI's lines in --input {path} need {error.name}"
             raise RequestError(f"{needs}, which comes with: {how_to_install('serve')}.") from None
-        form_of = forms()
-        defaults = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
+        flags = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
         if params.soft_prompt is not None:
-            defaults["soft_prompt"] = params.soft_prompt
-        line_of: dict[str, int] = {}
-
-        def request(number: int, line: bytes) -> BatchRequest:
-            fields = read_object(line, ())
-            unknown = [name for name in fields if name not in FIELDS and fields[name] is not None]
-            if unknown:
-                raise RequestError(
-                    f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], FIELDS) or '.'}"
-                )
-            custom_id, method, url, body = map(fields.get, FIELDS)
-            if not isinstance(custom_id, str) or not custom_id:
-                raise RequestError(f"custom_id is {json.dumps(custom_id)} and must be a text.")
-            if method not in (None, "POST"):
-                raise RequestError(f'method is {json.dumps(method)} and must be "POST".')
-            if not isinstance(url, str) or url not in form_of:
-                raise RequestError(f"url is {json.dumps(url)} and must be one of {', '.join(form_of)}.")
-            if not isinstance(body, dict):
-                raise RequestError(f"body is {json.dumps(body)[:100]} and must be an object.")
-            if body.get("stream"):
-                raise RequestError("body.stream is true: the replies of a batch are whole.")
-            form = form_of[url]
-            given = {OURS.get(name, name) for name, value in body.items() if value is not None}
-            missing = form.model_fields.keys() - given
-            body = {name: value for name, value in defaults.items() if name in missing} | body
-            check_body(form, body)
-            if custom_id in line_of:
-                raise RequestError(f"custom_id {custom_id!r} is already that of line {line_of[custom_id]}.")
-            line_of[custom_id] = number
-            return BatchRequest(number, custom_id, url, body)
-
-        lines = enumerate(content.split(b"\n"), 1)
-        return read_lines(path, {n: partial(request, n, line) for n, line in lines if line.strip()})
+            flags["soft_prompt"] = params.soft_prompt
+        reader = LineReader(forms(), check_body, flags, {})
+        return read_lines(path, line_readers(content, reader.request))
 
     @classmethod
     def earlier_in(cls, path: Path, requests: Iterable[Any], args: argparse.Namespace) -> Earlier:
-        return read_earlier(path, requests, args.model, args.dtype, _record_in, id_field="custom_id")
+        record_in = partial(_record_in, dict(args.lora_modules or ()).keys())
+        return read_earlier(path, requests, args.model, args.dtype, record_in, id_field="custom_id")
 
     def answer(self) -> int:
         llm, load_seconds = load_llm(self.args)
         from ..server.app import create_app
 
+        known = (self.args.model, *llm.lora_modules)
         names = dict.fromkeys(filter(None, (request.body.get("model") for request in self.pending)))
-        others = [name for name in names if name not in (self.args.model, *llm.lora_modules)]
+        others = [name for name in names if name not in known]
         if others:
             log(f"{self.args.model} answers requests to {', '.join(others)}")
-        served = tuple(dict.fromkeys((self.args.model, *others)))
-        config = ServerConfig(served_model_names=served, max_body_bytes=MAX_COUNT)
+        # Their replies name the model that answers.
+        requests = [
+            replace(request, body=request.body | {"model": None})
+            if request.body.get("model") in others
+            else request
+            for request in self.pending
+        ]
+        config = ServerConfig(served_model_names=(self.args.model,), max_body_bytes=MAX_COUNT)
         num_failed = 0
         before = llm.engine.throughput
 
@@ -140,21 +180,25 @@ class OpenAIRun(Run):
             return reply.line(self.pending[i].id)
 
         most = 2 * llm.engine.engine_config.max_num_seqs  # as many wait as run
-        with _replies(create_app(llm, config), self.pending, most) as replies:
+        with _replies(create_app(llm, config), requests, most) as replies:
             self.write_all(replies, record)
         done = f"{counted(len(self.pending), 'request')}: {rates(llm.engine.throughput - before)}"
         log(f"{done}; load {load_seconds:.2f} s{compiling(self.args)}")
         return num_failed
 
 
-def _record_in(line: bytes) -> dict[str, Any] | None:
+def _record_in(adapters: Collection[str], line: bytes) -> dict[str, Any] | None:
+    """Return the record's id and what it says of the model, of which an adapter is a part, and of its dtype."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(line)
         if isinstance(record["custom_id"], str):
             status = record["response"]["status_code"]
-            failure = {"error": status} if status >= FAILED else {}
-            fingerprint = record["response"]["body"].get("system_fingerprint")  # ends in the dtype
-            return {"id": record["custom_id"], "dtype": (fingerprint or "auto").rpartition("-")[2]} | failure
+            body = record["response"]["body"]
+            fingerprint = body.get("system_fingerprint") or "auto"  # ends in the dtype
+            said = {"id": record["custom_id"], "dtype": fingerprint.rpartition("-")[2]}
+            if body.get("model") not in (None, *adapters):
+                said["model"] = body["model"]
+            return said | ({"error": status} if status >= FAILED else {})
     return None
 
 
@@ -163,31 +207,33 @@ def _replies(
     app: "FastAPI", requests: list[BatchRequest], most: int
 ) -> Iterator[Iterator[tuple[int, Reply]]]:
     """Yield the replies with their index, as they finish. At the end, those under way are given up."""
-    finished: SimpleQueue[tuple[int, Reply]] = SimpleQueue()
     loop = asyncio.new_event_loop()
+    tasks: set[asyncio.Task[tuple[int, Reply]]] = set()
 
-    async def ask_all() -> None:
-        places = asyncio.Semaphore(most)
+    async def ask(i: int, request: BatchRequest) -> tuple[int, Reply]:
+        while (reply := await _ask(app, request)).status == FULL:  # others hold the memory or the queue
+            await asyncio.sleep(RETRY_SECONDS)
+        return i, reply
 
-        async def ask(i: int, request: BatchRequest) -> None:
-            async with places:
-                finished.put((i, await _ask(app, request)))
+    def finished() -> Iterator[tuple[int, Reply]]:
+        waiting = enumerate(requests)
+        while True:
+            tasks.update(loop.create_task(ask(*pair)) for pair in islice(waiting, most - len(tasks)))
+            if not tasks:
+                return
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+            tasks.difference_update(done)
+            yield from (task.result() for task in done)
 
-        await asyncio.gather(*(ask(i, request) for i, request in enumerate(requests)))
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(ask_all(),), daemon=True)
     access_log = logging.getLogger(ACCESS_LOG)
     access_log.disabled = True
-    thread.start()
     try:
-        yield (finished.get() for _ in requests)
+        yield finished()
     finally:
-        api = app.state.api
-        api.is_draining = True
-        if thread.is_alive():
-            with suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(api.stop_all)
-        thread.join()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
         loop.close()
         access_log.disabled = False
 

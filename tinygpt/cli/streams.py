@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 import time
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -247,11 +248,16 @@ def read_bytes(name: str, path: str | Path) -> bytes:
     return content
 
 
+def decoded(content: bytes) -> str:
+    """Return UTF-8 text without the mark that editors on Windows write first. Raise UnicodeDecodeError."""
+    return content.decode("utf-8").removeprefix("\ufeff")
+
+
 def read_text(name: str, path: str | Path = STDIN) -> str:
     """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
     content = read_bytes(name, path)
     try:
-        return content.decode("utf-8")
+        return decoded(content)
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first."
@@ -275,7 +281,7 @@ def stdin_lines(reader: str) -> Iterator[str]:
         return
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            yield line.decode("utf-8").rstrip("\r\n")
+            yield decoded(line).rstrip("\r\n")
         except UnicodeDecodeError:
             raise RequestError(f"line {number} of stdin is not UTF-8 text: convert it first.") from None
 
@@ -303,23 +309,26 @@ class PromptRecord:
     params: SamplingParams
 
 
-def read_prompts(path: Path, defaults: SamplingParams, content: bytes | None = None) -> list[PromptRecord]:
+def read_prompts(
+    path: Path,
+    defaults: SamplingParams,
+    content: bytes,
+    check: "Callable[[PromptRecord], Any]" = lambda record: None,
+) -> list[PromptRecord]:
     """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line.
 
-    content: the file's, if it is read already.
+    content: the file's. check: raises errors of other kinds.
     """
-    content = read_bytes(f"--input {path}", path) if content is None else content
-    lines = enumerate(content.split(b"\n"), 1)
     line_of: dict[str | int, int] = {}
 
     def read(number: int, line: bytes) -> PromptRecord:
-        record = _read_line(number, line, defaults)
+        record = _read_line(number, line, defaults, check)
         if record.id in line_of:
             raise RequestError(f"id {record.id!r} is already that of line {line_of[record.id]}.")
         line_of[record.id] = number
         return record
 
-    return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
+    return read_lines(path, line_readers(content, read))
 
 
 def read_text_lines(path: Path, defaults: SamplingParams, content: bytes) -> list[PromptRecord]:
@@ -327,13 +336,20 @@ def read_text_lines(path: Path, defaults: SamplingParams, content: bytes) -> lis
 
     def read(number: int, line: bytes) -> PromptRecord:
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+            text = decoded(line).rstrip("\r")
         except UnicodeDecodeError as error:
             raise RequestError(f"not UTF-8 text: see its byte {error.start}.") from None
         return PromptRecord(number, number, text, None, with_seed(defaults))
 
+    return read_lines(path, line_readers(content, read))
+
+
+def line_readers(content: bytes, read: Callable[[int, bytes], Result]) -> dict[int, Callable[[], Result]]:
+    """Return what reads each line that is not blank, by its number."""
     lines = enumerate(content.split(b"\n"), 1)
-    return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
+    return {
+        number: partial(read, number, line) for number, line in lines if line.removeprefix(BOM_UTF8).strip()
+    }
 
 
 def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
@@ -353,9 +369,11 @@ def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) ->
     return results
 
 
-def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
-    is_csv = TOKEN_IDS.fullmatch(line) is not None
-    fields = {"prompt": [*map(int, line.split(b","))]} if is_csv else read_object(line)
+def _read_line(
+    number: int, line: bytes, defaults: SamplingParams, check: Callable[[PromptRecord], Any]
+) -> PromptRecord:
+    ids = TOKEN_IDS.fullmatch(line.removeprefix(BOM_UTF8))
+    fields = {"prompt": [*map(int, ids[0].split(b","))]} if ids else read_object(line)
     unknown = {name: fields.pop(name) for name in [*fields] if name not in _FIELDS}
     faults = [
         f"unknown field {json.dumps(name)}{suggest(name, _FIELDS) or '.'}"
@@ -367,36 +385,42 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if type(record_id) not in (int, str):
         faults.append(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
     prompts = [prompt for name in PROMPT_FIELDS if (prompt := fields.pop(name, None)) is not None]
-    if len(prompts) != 1 or not isinstance(prompts[0], (str, list)):
+    prompt, *others = prompts or [None]
+    if others or not isinstance(prompt, (str, list)):
+        prompt = [0]  # any: the other fields are judged, too
         faults.append("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
     split_special_tokens = fields.pop("split_special_tokens", None)
     if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
         faults.append(
             f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
         )
+        split_special_tokens = None
     biases = fields.get("logit_bias")
     if isinstance(biases, dict):
         fields["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
-    params = None
-    while params is None:
+    while True:
         try:
             params = with_seed(replace(defaults, **fields))
-        except RequestError as error:
+            record = PromptRecord(number, record_id, prompt, split_special_tokens, params)
+            check(record)
+            if not faults:
+                return record
+            break
+        except TinyGPTError as error:
             faults.append(str(error))
-            if error.field not in fields:
+            field = getattr(error, "field", None)
+            if field not in fields:
                 break
-            del fields[error.field]  # the others are judged next to each other, as they stand
-    if faults:
-        raise RequestError("\n".join(faults))
-    return PromptRecord(number, record_id, prompts[0], split_special_tokens, params)
+            del fields[field]  # the others are judged next to each other, as they stand
+    raise RequestError("\n".join(faults))
 
 
 def read_object(line: bytes, names: Collection[str] = _FIELDS) -> dict[str, Any]:
     """Return the fields of a line, those of other programs under our `names`. Raise RequestError."""
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+        fields = json.loads(decoded(line), object_pairs_hook=_without_duplicates)
     except RequestError:
         raise
     except json.JSONDecodeError as error:

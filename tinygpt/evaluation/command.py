@@ -367,7 +367,8 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
         prompt = llm.read_prompt(record.prompt, record.split_special_tokens)
         return llm._inputs.read_ids("logits", prompt.token_ids)
 
-    records = streams.read_prompts(path, SamplingParams())
+    content = streams.read_bytes(f"--input {path}", path)
+    records = streams.read_prompts(path, SamplingParams(), content)
     if not records:
         raise RequestError(f"{path} holds no prompt.")
     return streams.read_lines(path, {record.line: partial(ids_of, record) for record in records})

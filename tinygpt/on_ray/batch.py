@@ -7,13 +7,13 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
 from ..cli.flags import llm_args, set_thread_pools
-from ..cli.streams import counted, log
+from ..cli.streams import PromptRecord, counted, log
 from ..errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from ..hardware import physical_cores
 from ..llm_args import LLMArgs
@@ -27,15 +27,34 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 
-def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
-    """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
+def open_inputs(args: LLMArgs) -> tuple[Any, Any]:
+    """Return a ModelSource and an InputProcessor, which need no weights."""
     set_thread_pools(args.threads)
     from ..engine.input_processor import InputProcessor
     from ..engine.model_runner import ModelSource
 
+    source = ModelSource.open(args)
+    return source, InputProcessor(source, args, args.sizes(source.config, source.backend.MAX_STEP_TOKENS))
+
+
+def prompt_check(args: argparse.Namespace) -> Callable[[PromptRecord], Any]:
+    """Return a function that raises RequestError for a prompt which is not possible for the model."""
+    try:
+        _, inputs = open_inputs(llm_args(args))
+    except TinyGPTError:  # told when all lines are in order
+        return lambda record: None
+
+    def check(record: PromptRecord) -> None:
+        prompt = inputs.read_prompt(record.prompt, record.split_special_tokens)
+        inputs.num_truncated_tokens(prompt, record.params)
+
+    return check
+
+
+def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
+    """Return LLM's arguments, with absolute paths, and an InputProcessor."""
     own = llm_args(args)
-    source = ModelSource.open(own)
-    inputs = InputProcessor(source, own, own.sizes(source.config, source.backend.MAX_STEP_TOKENS))
+    source, inputs = open_inputs(own)
     whole: dict[str, Any] = {
         name: _whole_path(getattr(own, name)) for name in ("model", "lora", "draft_model")
     }

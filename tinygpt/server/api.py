@@ -40,7 +40,6 @@ FILLING = -1  # llama.cpp's number of tokens that fill the context, and vLLM's o
 ANY_MODEL = "dummy"  # of huggingface_hub's client
 SEES_NO_TOOLS = "sees no tools: a chat with tools is answered by a text"
 MAX_LOGPROBS = 1_000_000  # of a reply
-BYTES_OF_LOGPROB = 70  # at most, in JSON
 BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
 
 Pair = tuple[Prompt, SamplingParams]
@@ -143,8 +142,6 @@ class Api:
         """Answer messages."""
         if form.top_logprobs and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
-        if form.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
         is_lenient = self.config.ignores_unknown_fields or not self.config.strict_tools
         if problem := form.tool_problem(self.shows_tools or is_lenient):
             raise ApiError(400, problem, "tool_choice")
@@ -225,7 +222,7 @@ class Api:
             asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
             message = f"{asked}; this server gives at most {limit} in a reply: split the request."
             raise ApiError(400, message, field)
-        size = BYTES_OF_LOGPROB * job.num_logprobs
+        size = job.logprob_bytes
         if job.params.capture or job.params.edits:
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
             count = len(job.prompts) * job.params.num_samples

@@ -1,7 +1,7 @@
 """Chats and OpenAI's Responses: their bodies and their replies."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
 from typing import Annotated, Any, Literal
@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from ..async_llm import IndexedChunk
+from ..errors import RequestError
 from ..outputs import CompletionOutput, RequestOutput
+from ..sampling_params import SamplingParams
 from ..text.chat import Role
 from .client_fields import with_foreign
 from .protocol import (
@@ -92,6 +94,11 @@ class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields)
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
+
+    def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
+        if self.prompt_logprobs is not None:
+            raise RequestError("is not available in a chat.", "prompt_logprobs")
+        return super().sampling_params(encode, **others)
 
     def listed_messages(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]

@@ -12,13 +12,14 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import httptools
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,7 +31,7 @@ from .api import Api
 from .client_fields import DROPPING, hint_of
 from .protocol import SamplingFields, Strict
 from .refusals import ApiError, respond
-from .turns import HUGE, while_connected
+from .turns import HUGE, read_huge, while_connected
 
 # Monitors and browsers read these without a key; they hold no text of a client.
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})
@@ -257,15 +258,27 @@ class JsonRoute(APIRoute):
                 except asyncio.TimeoutError:
                     raise ApiError(408, f"the body took more than {BODY_SECONDS:g} seconds.") from None
                 if len(body) > HUGE:
-                    turn = request.state.reading.enter_async_context(api.turns.huge(len(body)))
+                    turn = request.state.reading.enter_async_context(api.turns.huge)
                     await while_connected(request.receive, turn)
                     api.check_open()
+                read = json.loads
                 if api.config.unknown_fields == "ignore":
-                    body = _known_fields(self.body_field.field_info.annotation, body)
-                request._body = body  # FastAPI reads it from here
-                return await handle(request)
+                    read = partial(_known_fields, self.body_field.field_info.annotation)
+                return await handle(JsonRequest(request, body, read))
 
         return answer
+
+
+class JsonRequest(Request):
+    """A request whose body is read already; FastAPI calls `json`, and explains its JSONDecodeError."""
+
+    def __init__(self, request: Request, body: bytes, read: Callable[[bytes], Any]):
+        super().__init__(request.scope, request.receive)
+        self._body = body
+        self._read = partial(read, body)
+
+    async def json(self) -> Any:
+        return await read_huge(self._read) if len(self._body) > HUGE else self._read()
 
 
 async def _read_body(request: Request) -> bytes:
@@ -297,15 +310,14 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
 
 
-def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
-    """Return the body without fields that are unknown or lacking. Raise RequestValidationError for other errors."""
+def _known_fields(form: type[Strict], body: bytes) -> dict[str, Any]:
+    """Return the body's value without fields that are unknown or lacking. Raise ApiError for other errors."""
+    value = json.loads(body)
     try:
-        known = form.model_validate_json(body, extra="ignore", context=DROPPING)
-        return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
+        known = form.model_validate(value, extra="ignore", context=DROPPING)
     except ValidationError as error:
-        if error.errors()[0]["type"] == "json_invalid":
-            return body
-        raise _of_body(error, json.loads(body)) from None
+        raise from_validation(_of_body(error, value), form) from None
+    return known.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def _of_body(error: ValidationError, body: Any) -> RequestValidationError:

@@ -37,6 +37,9 @@ PING_SECONDS = 15.0  # between comments of a stream, for proxies that close sile
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
 OBFUSCATED_SIZE = 64  # bytes
+BYTES_OF_LOGPROB = 70  # at most, in JSON
+BYTES_OF_VALUE = 100  # at most: an int and a float in a dict
+BYTES_OF_VALUES = 232  # of the dict of a token
 Logprobs = dict[int, float]
 Made = CompletionOutput | StreamChunk
 
@@ -173,6 +176,17 @@ class Job:
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
         num_made = len(self.prompts) * params.max_tokens
         return params.num_samples * (self._num_read * of_prompt + num_made * of_token)
+
+    @property
+    def logprob_bytes(self) -> int:
+        """The most bytes of log probabilities: in JSON, and as values, which the samples of a prompt share."""
+        params = self.params
+        num_made = len(self.prompts) * params.num_samples * params.max_tokens
+        size = BYTES_OF_LOGPROB * self.num_logprobs
+        for count, num_tokens in ((params.prompt_logprobs, self._num_read), (params.logprobs, num_made)):
+            if count is not None:
+                size += num_tokens * (BYTES_OF_VALUES + BYTES_OF_VALUE * (count + 1))
+        return size
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """i: index of the prompt. made: a whole sample, or one token of it."""

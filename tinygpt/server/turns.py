@@ -2,7 +2,7 @@
 
 | slow | takes | runs | holds |
 |---|---|---|---|
-| JSON of a body above HUGE | 0.1 s, with the GIL | in the loop, after others: `huge` | its turn, until it is read |
+| JSON of a body above HUGE | 0.1 s, with the GIL | in a thread, after others: `read_huge` | its turn |
 | texts of a body above LARGE | milliseconds | in a thread: `read_apart` | nothing |
 | a chat template | milliseconds, or a loop's | in a thread: `asyncio.to_thread` | nothing |
 | a grammar | seconds | in its own thread: `in_grammar_thread` | a place of GRAMMAR_THREADS |
@@ -14,10 +14,11 @@ All bodies, and replies until clients have read them, hold bytes of MAX_HELD: `h
 """
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import GeneratorType
 from typing import Any, TypeVar
@@ -34,7 +35,6 @@ from .refusals import RETRY, ApiError, to_json
 
 LARGE = 8192  # bytes of a body
 HUGE = 2**16
-HUGE_PER_SECOND = 2**26
 GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
 MAX_HELD = 2**30  # bytes
 SLICE_SECONDS = 0.002
@@ -50,7 +50,7 @@ class Turns:
     def __init__(self):
         self.shutdown_error: ApiError | None = None
         self.held_bytes = 0
-        self._huge = asyncio.Lock()
+        self.huge = asyncio.Lock()
         self._arrays = asyncio.Lock()
         self._grammar_places = asyncio.Semaphore(GRAMMAR_THREADS)
 
@@ -71,12 +71,6 @@ class Turns:
             yield
         finally:
             self.held_bytes -= size
-
-    @asynccontextmanager
-    async def huge(self, num_bytes: int) -> AsyncIterator[None]:
-        async with self._huge:
-            await asyncio.sleep(num_bytes / HUGE_PER_SECOND)
-            yield
 
     def thread_for(self, request: Request, params: SamplingParams | None) -> Apart | None:
         """Return what runs the checks of the engine's requests, or None if the loop may."""
@@ -112,6 +106,23 @@ def is_large(request: Request) -> bool:
 async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
     """Return read(), called in a thread if the body is large."""
     return await asyncio.to_thread(read) if is_large(request) else read()
+
+
+async def read_huge(read: Callable[[], Result]) -> Result:
+    """Return read(), called in a thread, and then leave the loop alone for as long as that took."""
+    begun = time.perf_counter()
+    try:
+        return await asyncio.to_thread(_without_collections, read)
+    finally:
+        await asyncio.sleep(time.perf_counter() - begun)
+
+
+def _without_collections(read: Callable[[], Result]) -> Result:
+    gc.disable()  # of a body of a million lists, collections take nine tenths of the time
+    try:
+        return read()
+    finally:
+        gc.enable()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -151,8 +162,12 @@ async def in_slices(parts: Iterable[str]) -> AsyncIterator[bytes]:
         yield "".join(made).encode()
 
 
-async def whole(parts: Iterable[str], write: Write | None = None) -> bytes:
-    return b"".join([part async for part in (write or in_slices)(parts)])
+async def whole(parts: Iterable[str], write: Write | None = None) -> memoryview:
+    """Return the parts as one, which are in memory once."""
+    content = bytearray()
+    async for part in (write or in_slices)(parts):
+        content += part
+    return memoryview(content)
 
 
 async def json_reply(value: dict[str, Any], write: Write | None = None) -> Response:
