@@ -55,10 +55,12 @@ def test_a_message_spells_no_special_token(llm):
     assert ids == llm.tokenizer.encode("a<|endoftext|>b", split_special_tokens=True)
 
 
-def test_a_file_of_ones_own(small_demo, tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_of_ones_own(small_demo, tmp_path, encoding):
     file = tmp_path / "own.jinja"
     file.write_text(
-        "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}{{ end }}{{ bos_token }}"
+        "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}{{ end }}{{ bos_token }}",
+        encoding=encoding,
     )
     with LLM(small_demo, chat_template=file) as llm:
         ids = llm.read_messages([{**USER, "name": "Tim"}], {"end": "!"}).token_ids

@@ -87,7 +87,7 @@ def _source_of(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise invalid("chat_template", path, f"{PLAIN!r} or a file of Jinja's")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: of other encodings
         why = getattr(error, "strerror", None) or error
         reason = f"is {str(path)!r}, which cannot be read ({why}): give a file, or {PLAIN!r}."
