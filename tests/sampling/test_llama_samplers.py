@@ -92,6 +92,7 @@ def excluded(row, top_n_sigma, top_k, xtc_threshold):
 
 
 llm = opened("demo", device="reference")
+fast = opened("demo")  # by which texts are made
 
 
 def scores_after(llm, backend, token_ids, **fields):
@@ -139,7 +140,7 @@ def test_xtc_and_top_n_sigma_keep_as_llama_cpp():
     assert (num_removed > 20).all()
 
 
-def test_dry_without_bounds_forbids_repeats(llm):
+def test_dry_without_bounds_forbids_repeats(fast):
     """A penalty above all scores is no_repeat_ngram_size."""
     dry = SamplingParams(
         max_tokens=60, dry_multiplier=1e3, dry_penalty_last_n=-1, dry_sequence_breakers="none"
@@ -147,13 +148,13 @@ def test_dry_without_bounds_forbids_repeats(llm):
     ngram = SamplingParams(max_tokens=60, no_repeat_ngram_size=3)
     prompt = "The dog ran and the dog ran and the dog"
     ours, theirs, plain = (
-        sample_of(llm, prompt, p).token_ids for p in (dry, ngram, SamplingParams(max_tokens=60))
+        sample_of(fast, prompt, p).token_ids for p in (dry, ngram, SamplingParams(max_tokens=60))
     )
     assert ours == theirs != plain
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-def test_xtc_excludes_in_its_share_of_draws_whatever_the_token_s_draw(llm, probability):
+def test_xtc_excludes_in_its_share_of_draws_whatever_the_token_s_draw(fast, probability):
     """Of two equal tokens the second stays: the first comes in half of the other draws."""
 
     def two(prompt, new, scores):
@@ -161,7 +162,7 @@ def test_xtc_excludes_in_its_share_of_draws_whatever_the_token_s_draw(llm, proba
 
     params = SamplingParams(max_tokens=160, temperature=1, seed=5, ignore_eos=True, logits_processors=two)
     params = [params, SamplingParams(**vars(params) | {"xtc_probability": probability})]
-    plain, with_xtc = (sample_of(llm, "Once", p).token_ids for p in params)
+    plain, with_xtc = (sample_of(fast, "Once", p).token_ids for p in params)
     share = with_xtc.count(0) / plain.count(0)
     assert abs(share - (1 - probability)) < 0.15
     assert all(x == 0 for x, y in zip(plain, with_xtc, strict=True) if x != y)
