@@ -1,5 +1,9 @@
-"""How many random examples a property is tried with: all with --slow, and a third of them every day."""
+"""How many examples and cases a test has: all with --slow, fewer of them every day."""
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 ALL, SOME = "all examples", "a third of them"
@@ -20,3 +24,13 @@ def are_all() -> bool:
 def examples(count: int) -> int:
     """For a property that is not tried with as many as others."""
     return count if are_all() else -(-count // 3)
+
+
+def daily(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Return a test's parameters, of which those that are not chosen run with --slow."""
+    return [case if case in chosen else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)

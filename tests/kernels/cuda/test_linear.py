@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import normal, packed, run_linear, stored
+from support.examples import daily
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS
 from tinygpt.kernels.cuda.layers.linear import (
@@ -23,6 +24,7 @@ from tinygpt.kernels.reference import model as reference
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
 DTYPES = tuple(ROWS)
+ALL_BUT_FLOAT16 = [dtype for dtype in DTYPES if dtype != "float16"]  # float16 has bfloat16's kernels
 TOLERANCE = 2e-6  # of a sum of about 1, added in float32
 
 
@@ -42,12 +44,13 @@ def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
 SHAPES = [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2), (9, 8, 4000, 1), (33, 9, 3000, 4)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("epilogue", "count", "features", "k", "octets"),
-    [*((ADD, *shape) for shape in SHAPES), (LOGITS, 2, 13, 70, 1)],
-)
-def test_linear(epilogue, dtype, count, features, k, octets):
+CASES = [*((ADD, *shape) for shape in SHAPES), (LOGITS, 2, 13, 70, 1)]
+LINEAR = [(*case, dtype) for dtype in DTYPES for case in CASES]
+DAILY = [case for case in LINEAR if case[-1] != "float16"] + [(*case, "float16") for case in CASES[:2]]
+
+
+@pytest.mark.parametrize(("epilogue", "count", "features", "k", "octets", "dtype"), daily(LINEAR, DAILY))
+def test_linear(epilogue, count, features, k, octets, dtype):
     """A sum is added to the residual stream, with its bias, or becomes a logit, without."""
     x = normal(count, k)
     weight = normal(2, features, k) / np.float32(math.sqrt(k))
@@ -62,22 +65,26 @@ def test_linear(epilogue, dtype, count, features, k, octets):
     np.testing.assert_allclose(out.reshape(expected.shape), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_activations(activation):
+ACTIVATIONS = [(name, dtype) for name in reference.ACTIVATIONS for dtype in ("float32", "bfloat16")]
+DAILY_ACTIVATIONS = [(name, "float32") for name in reference.ACTIVATIONS] + [("gelu_tanh", "bfloat16")]
+
+
+@pytest.mark.parametrize(("activation", "dtype"), daily(ACTIVATIONS, DAILY_ACTIVATIONS))
+def test_activations(activation, dtype):
+    tolerance = {"float32": 3e-6, "bfloat16": 2**-8}[dtype]
     x = normal(2, 64)
     weight = normal(1, 16, 64)
     bias = 9 * normal(1, 16)
     bias[0, 5] = np.nan  # stays NaN
-    for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2**-8)):
-        out = stored(np.zeros((2, 64), np.float32), dtype)
-        run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 0, 64, 2, dtype, 1, activation)
-        product = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64) + bias[0]
-        expected = reference.ACTIVATIONS[activation](product)
-        result = ROWS[dtype].numbers.decode(out).reshape(2, 64)[:, :16]
-        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
+    out = stored(np.zeros((2, 64), np.float32), dtype)
+    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 0, 64, 2, dtype, 1, activation)
+    product = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64) + bias[0]
+    expected = reference.ACTIVATIONS[activation](product)
+    result = ROWS[dtype].numbers.decode(out).reshape(2, 64)[:, :16]
+    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", daily(DTYPES, ALL_BUT_FLOAT16))
 def test_a_token_has_the_same_bits_in_any_batch(dtype):
     x = normal(33, 200)
     weight = normal(1, 8, 200)
@@ -109,8 +116,11 @@ def test_a_weight_of_nan_spoils_its_feature_and_its_token_alone(dtype, bits):
     assert np.isnan(embedded).any(1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("columns", [70, 96, 192])
-@pytest.mark.parametrize("dtype", DTYPES)
+NORMS = [(dtype, columns) for dtype in DTYPES for columns in (70, 96, 192)]
+DAILY_NORMS = [case for case in NORMS if case[1] == 70 or case == ("float32", 192)]
+
+
+@pytest.mark.parametrize(("dtype", "columns"), daily(NORMS, DAILY_NORMS))
 def test_layer_norm(dtype, columns):
     x = 3 * normal(9, columns) + 1
     weight = normal(2, columns)

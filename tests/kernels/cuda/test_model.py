@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.examples import daily
 from support.golden_models import golden_array
 from support.kernel_tools import same_bits, warpers_of
 from support.tables import fields, rows
@@ -111,10 +112,14 @@ experts everywhere, after norms: norm_placement="post", expert_layers=(0, 1), nu
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+OF_FAMILIES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
+# In bfloat16, those whose attention or experts have variants of kernels.
+DAILY = [*((family, "float32") for family in FAMILIES), ("BLOOM", "bfloat16"), ("experts", "bfloat16")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), daily(OF_FAMILIES, DAILY))
 def test_families(family, dtype):
-    checkpoint, n = checkpoint_of(**family), LENGTHS[dtype]
+    checkpoint, n = checkpoint_of(**FAMILIES[family]), LENGTHS[dtype]
     models = [cuda_model(checkpoint, dtype), Model(reference, checkpoint)]
     embeds = np.ones((1, checkpoint.config.embedding_size), np.float32)
     for step in (
@@ -129,7 +134,11 @@ EXPERTS = {"expert_layers": (0,), "num_experts": 3, "experts_per_token": 2}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "family"), [*((dtype, {}) for dtype in TOLERANCE), ("float32", EXPERTS), ("int8", EXPERTS)]
+    ("dtype", "family"),
+    [
+        *((dtype, {}) for dtype in TOLERANCE),
+        *daily([("float32", EXPERTS), ("int8", EXPERTS)], [("int8", EXPERTS)]),
+    ],
 )
 def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, family):
     checkpoint, n = checkpoint_of(n_layer=1, **family), LENGTHS[dtype]
@@ -298,9 +307,12 @@ def test_all_that_can_be_seen(dtype):
 
 
 NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16"), *((kind, INT8_CACHE) for kind in "qkv")
+DAILY_NARROW = ("k", "bfloat16"), ("pre", "float16"), ("v", INT8_CACHE)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in LOOKS), *NARROW])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "float32") for kind in LOOKS), *daily(NARROW, DAILY_NARROW)]
+)
 def test_edits_of_all_that_can_be_seen(kind, dtype):
     """Of each sequence's third token: those before it keep their bits."""
     checkpoint = checkpoint_of()
