@@ -56,20 +56,20 @@ def llvm_of(kernel, *arguments) -> str:
 
 
 def kept(make: Callable) -> Callable:
-    """Keep a text made of a library, which takes seconds: in memory, and on disk for other workers and later runs."""
+    """Keep a text made of a kernel, which takes seconds: in memory, and on disk for other workers and later runs."""
 
     @functools.cache
     def text_of(kernel, signature: tuple, architecture: tuple) -> str:
         function = kernel.py_func
         if not function.__module__.startswith("tinygpt.kernels.cuda"):  # texts() does not know its source
-            return make(_library(kernel, signature, architecture), architecture)
+            return make(kernel, signature, architecture)
         from tinygpt.kernels.cuda.jit import describe
 
         known = f"{make.__name__} {describe(function)} {kernel.targetoptions} {signature} {architecture}"
         name = FunctionCache(function).file_name(known)
         text = texts().load(name, lambda body: zlib.decompress(body).decode())
         if text is None:
-            text = make(_library(kernel, signature, architecture), architecture)
+            text = make(kernel, signature, architecture)
             texts().save(name, lambda: pickle.dumps(zlib.compress(text.encode())))
         return text
 
@@ -99,28 +99,34 @@ def _library(kernel, signature: tuple, architecture: tuple):
 
 
 @kept
-def _ptx(library, architecture: tuple) -> str:
-    (ptx,) = library.get_asm_strs(cc=architecture)
+def _ptx(*about) -> str:
+    (ptx,) = _library(*about).get_asm_strs(cc=about[-1])
     return ptx
 
 
 @kept
-def _log(library, architecture: tuple) -> str:
-    return _link(library, architecture)[0]
+def _ltoir(*about) -> str:
+    """Return the bytes that are linked, as characters: of them both a log and PTX are made."""
+    return _library(*about).get_ltoir(cc=about[-1]).decode("latin-1")
 
 
 @kept
-def linked_ptx(library, architecture: tuple) -> str:
+def _log(*about) -> str:
+    return _link(*about)[0]
+
+
+@kept
+def linked_ptx(*about) -> str:
     """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
-    return _link(library, architecture, "-ptx")[1]
+    return _link(*about, options=("-ptx",))[1]
 
 
-def _link(library, architecture: tuple, *options: str) -> tuple[str, str]:
+def _link(*about, options: tuple[str, ...] = ()) -> tuple[str, str]:
     """Return the log, and PTX if an option asks for it."""
     from cuda.bindings import nvjitlink
 
-    ltoir = library.get_ltoir(cc=architecture)
-    options = [f"-arch={sm(architecture)}", "-lto", "-verbose", *options]
+    ltoir = _ltoir(*about).encode("latin-1")
+    options = (f"-arch={sm(about[-1])}", "-lto", "-verbose", *options)
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
     nvjitlink.complete(handle)
