@@ -43,8 +43,8 @@ sample | samples | convert demo target --calibrate text
 def folder(tmp_path):
     text = "There was once a miller who had three sons. " * 12_000
     (tmp_path / "text").write_text(text)
-    (tmp_path / "prompts").write_text('{"prompt": "The mill"}\n' * 20_000)
-    (tmp_path / "lines").write_text('{"text": "The cat has three sons"}\n' * 20_000)
+    (tmp_path / "prompts").write_text('{"prompt": "The mill"}\n' * 6_000)
+    (tmp_path / "lines").write_text('{"text": "The cat has three sons"}\n' * 6_000)
     return tmp_path
 
 
@@ -78,7 +78,7 @@ def test_ctrl_c_during_a_bar_ends_in_one_sentence(folder, name, unit, words):
     assert last.startswith("tinygpt: interrupted")
     assert b"Traceback" not in seen
     kept = (folder / "records").read_text().splitlines() if (folder / "records").exists() else []
-    assert "answered" not in last or f": {len([*map(json.loads, kept)])} of 20000 prompts answered" in last
+    assert "answered" not in last or f": {len([*map(json.loads, kept)])} of 6000 prompts answered" in last
     assert not [*folder.glob("target*")]
 
 
