@@ -5,6 +5,8 @@ PTX ISA 9.0: https://docs.nvidia.com/cuda/parallel-thread-execution/
 
 import itertools
 import re
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +112,7 @@ def _read_body(program: Program, body: str) -> tuple[list[Instruction], dict[str
         elif (statement or "").startswith("."):
             _declare(program, statement, scopes[-1], f"@{count}" if len(scopes) > 1 else "")
         elif statement:
-            names = {name: own for scope in scopes for name, own in scope.items()}
-            instructions.append(_instruction(statement, names, line))
+            instructions.append(_instruction(statement, ChainMap(*reversed(scopes)), line))
     return instructions, labels
 
 
@@ -129,7 +130,7 @@ def _declare(program: Program, text: str, scope: dict[str, str], suffix: str) ->
         program.local_bytes = program.local[name] + int(size)
 
 
-def _instruction(text: str, names: dict[str, str], line: int) -> Instruction:
+def _instruction(text: str, names: Mapping[str, str], line: int) -> Instruction:
     guard, rest = re.fullmatch(r"(@\S+)?\s*(.*)", text, re.S).groups()
     op, _, rest = rest.replace("\t", " ").partition(" ")
     parts = re.findall(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)", rest)
