@@ -24,6 +24,7 @@ from tinygpt.kernels.cuda.device import _narrowed
 from tinygpt.kernels.numbers import from_bfloat16
 
 WARP = 32
+LANES = np.arange(WARP)
 SPOILT = 0xFF  # a byte of NaN
 MAX_THREADS, MAX_BYTES = 1 << 16, 256 << 20  # that run at once, and of their registers
 
@@ -231,9 +232,8 @@ class Machine:
     def shuffle(self, mode: str, value, b, c, mask):
         if np.any(mask != np.uint32(0xFFFFFFFF)):
             raise PtxError("a shuffle of some lanes")
-        value, b, c = (np.broadcast_to(x, self.there.shape) for x in (value, b, c))
+        value = spread(value, self.there.shape)
         lane = self.lane[self.there]
-        warp = self.warp[self.there] - self.warp[self.there[0]]
         b = (b & 31).astype(np.int64)
         clamp = (c & 31).astype(np.int64)
         segment = (c >> 8 & 31).astype(np.int64)
@@ -241,6 +241,9 @@ class Machine:
         limit = (lane & segment) | (clamp & ~segment)
         source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": lowest | (b & ~segment)}[mode]
         source = np.where(source >= limit if mode == "up" else source <= limit, source, lane)
+        if lane.size % WARP == 0 and (lane.reshape(-1, WARP) == LANES).all():
+            return value[np.arange(lane.size) - lane + source]
+        warp = self.warp[self.there] - self.warp[self.there[0]]
         table = np.zeros((warp[-1] + 1, WARP), np.uint32)
         present = np.zeros((warp[-1] + 1, WARP), np.bool_)
         table[warp, lane] = value
@@ -252,9 +255,9 @@ class Machine:
     def multiply(self, a, b, c, kind):
         """Return c (16, 8) + a (16, 16) @ b (16, 8), in float64; jit.py's mma has the lanes' parts."""
         size = self.there.size
-        if size % WARP or (self.lane[self.there].reshape(-1, WARP) != np.arange(WARP)).any():
+        if size % WARP or (self.lane[self.there].reshape(-1, WARP) != LANES).any():
             raise PtxError("an mma without some lanes of the warp")
-        a, b, c = (np.stack([np.broadcast_to(x, size) for x in part], -1) for part in (a, b, c))
+        a, b, c = (np.stack([spread(x, (size,)) for x in part], -1) for part in (a, b, c))
         a = pairs(a, kind).reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
         b = pairs(b, kind).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
         c = c.astype(np.float64).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)
@@ -267,7 +270,7 @@ class Machine:
 
     def place(self, space: str, address, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of accesses in the memory of a space, and that memory."""
-        address = np.broadcast_to(address, self.there.shape).astype(np.int64)
+        address = spread(address, self.there.shape).astype(np.int64)
         if np.any(address & (size - 1)):
             raise PtxError(f"{size} bytes at a {space} address off their boundary")
         if space == "global":
@@ -327,7 +330,7 @@ class Machine:
         return old
 
     def prefetch(self, address, size) -> None:
-        address, size = (np.broadcast_to(x, self.there.shape).astype(np.int64) for x in (address, size))
+        address, size = (spread(x, self.there.shape).astype(np.int64) for x in (address, size))
         if np.any(size > 1) and np.any((address | size) & 15):
             raise PtxError("a run to prefetch off boundaries of 16 bytes")
         if not self.memory.holds(address, size):
@@ -514,6 +517,11 @@ class GlobalUnits(Accesses):
 
 def spoilt(size: int) -> np.ndarray:
     return np.full(size, SPOILT, np.uint8)
+
+
+def spread(value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """np.broadcast_to, which takes longer than an instruction, for values that are not of this shape already."""
+    return value if getattr(value, "shape", None) == shape else np.broadcast_to(value, shape)
 
 
 def merged(some: np.ndarray | None, others: np.ndarray) -> np.ndarray:
