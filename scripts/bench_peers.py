@@ -34,6 +34,7 @@ from peers.setup import (
     PeerError,
     Setup,
     Worker,
+    caption,
     held_to_avx2,
     prepare,
     say,
@@ -288,6 +289,8 @@ def main() -> None:
     for dtype in arguments.dtypes:
         run(setup, dtype, arguments, folder / "logs", results, kept)
     print(report(setup, results, [ours.name, *(peer.name for peer in peers)], arguments.threads))
+    if arguments.device == "cpu":
+        print("\n" + caption(f"CPU: {cpu_name()}"))
     say(f"every time is in {kept}")
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from peers.setup import VLLM, preloaded
+from peers.setup import VLLM, caption, preloaded
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text
@@ -310,7 +310,7 @@ def main() -> None:
             print(f"vLLM serves after {time.perf_counter() - starts:.1f} s")
         servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
         rows = compare(args, llm, servers)
-    print(markdown(rows))
+    print(markdown(rows), caption(f"CPU: {cpu_name()}"), sep="\n\n")
     if args.json:
         args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
 

@@ -6,10 +6,14 @@ its own, and the text around it the command. COMMIT is the state that was measur
 
 import re
 import subprocess
+import sys
 
 import pytest
 
 from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from peers.setup import caption
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 READMES = [
@@ -25,7 +29,8 @@ CAPTION = re.compile(rf"Measured at {ORIGIN}, by `(?:python|tinygpt) [^`]+`")
 REPEATABLE = re.compile(r"Figures: `python [^`]+`")  # no times: a command repeats them on any CPU
 PREDICTED = "Predicted, not measured"  # in front of a table
 NUMBER = r"\**[\d.]+\**"
-FIGURE = re.compile(rf"[+-]?{NUMBER}(?: %)?(?:, [\w.]+ {NUMBER})?")
+# Alone, with another engine's, or with a median, as bench_peers.py prints it.
+FIGURE = re.compile(rf"[+-]?{NUMBER}(?: %)?(?:, [\w.]+ {NUMBER}| \([\d.]+\)\**)?")
 MACHINE = re.compile(r"Zen \d|EPYC|Xeon|Emerald Rapids|H200")
 TIME = re.compile(r"\d (?:ms|s|times)\b|\d tokens/s|'s time\b|of the time\b")
 RATIO = re.compile(r"\d times as (?:long|fast)\b")
@@ -70,6 +75,15 @@ def test_figures_of_speed_have_captions(path):
     assert without_caption(path.read_text(encoding="utf-8")) == []
 
 
+def test_the_scripts_print_such_a_caption(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/bench_peers.py", "--dtypes", "int8"])
+    printed = caption("CPU: Intel(R) Xeon(R) Processor")
+    assert CAPTION.fullmatch(
+        re.sub("at ([0-9a-f]{8}-dirty|no commit)", "at 0123abcd", printed).removesuffix(".")
+    )
+    assert printed.endswith("by `python scripts/bench_peers.py --dtypes int8`.")
+
+
 TABLE = "| | float32 |\n|---|---|\n| decode | **1.5**, peer 3.0 |\n\n"
 RIGHT = "Measured at 0123abcd on 2026-11-26, CPU: Intel Xeon (with AMX), by `python x.py`."
 
@@ -81,6 +95,7 @@ RIGHT = "Measured at 0123abcd on 2026-11-26, CPU: Intel Xeon (with AMX), by `pyt
         (RIGHT + "\n\n" + TABLE, 0),
         (TABLE + "A text.", 1),
         (TABLE + "A text.\n\n" + RIGHT, 1),
+        ("| case | tinygpt |\n|---|---|\n| decode | **1.50 (1.52)** |", 1),
         (TABLE + RIGHT.replace("0123abcd", "HEAD"), 1),
         (TABLE + RIGHT.replace("on 2026-11-26", "in November"), 1),
         (TABLE + RIGHT.replace("CPU: Intel Xeon (with AMX)", "CPU:"), 1),

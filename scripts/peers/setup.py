@@ -9,6 +9,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import venv
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,14 @@ def preloaded(peer: Peer, python: Path) -> dict[str, str]:
     """Return the variable that loads the peer's library, of the environment with this Python, before all others."""
     library = python.parents[1] / peer.preload
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
+
+
+def caption(machine: str) -> str:
+    """Return what a README says about figures of this run, in the form that tests/test_captions.py asks for."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    commit = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True).stdout.strip()
+    command = shlex.join(["python", *sys.argv])
+    return f"Measured at {commit or 'no commit'} on {date.today()}, {machine}, by `{command}`."
 
 
 def last_line(log: Path) -> str:
