@@ -122,7 +122,11 @@ PEERS = (
         DTYPES,
         source="gguf",
         has_caches=True,
-        build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
+        build_variables={
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF",
+            # GCC 12's _tile_loadconfig reads 8 of 64 bytes, so that it drops stores to the others: AMX is illegal.
+            "CXXFLAGS": "-fno-tree-dse -fno-dse",
+        },
     ),
     VLLM,
 )
@@ -252,7 +256,8 @@ def provide_python(peer: Peer, work: Path) -> Path:
         return Path(sys.executable)
     folder = work / "environments" / ((peer.environment or peer.name) + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = "\n".join(peer.requirements + peer.unwanted)
+    build = (f"{name}={value}" for name, value in peer.build_variables.items())
+    wanted = "\n".join([*peer.requirements, *peer.unwanted, *build])
     installed = folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)

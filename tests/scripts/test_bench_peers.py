@@ -183,6 +183,18 @@ def test_torch_is_downloaded_once_for_all_environments(tmp_path, monkeypatch):
     assert [command[-2:] for command in commands[1:]] == [["a==1", wheel], ["b==1", wheel]]
 
 
+def test_other_flags_of_a_build_install_anew(tmp_path, monkeypatch):
+    installed = []
+    monkeypatch.setattr("peers.setup.run_logged", lambda command, log, variables: installed.append(variables))
+    monkeypatch.setattr(
+        "peers.setup.venv.create", lambda folder, **_: folder.mkdir(parents=True, exist_ok=True)
+    )
+    first, second = {"CXXFLAGS": "-O2"}, {"CXXFLAGS": "-O3"}
+    for variables in (first, first, second):
+        provide_python(Peer("built", "Gone", ("built==1",), ("int8",), build_variables=variables), tmp_path)
+    assert installed == [first, second]
+
+
 def test_the_onnx_converter_leaves_its_result_alone(tmp_path, monkeypatch):
     source, folder = tmp_path / "safetensors", tmp_path / "form"
 
