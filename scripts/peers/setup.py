@@ -131,7 +131,7 @@ PEERS = (
     VLLM,
 )
 OUR_LOOK = Peer("tinygpt", "TinygptLook", (), ("float32",))
-LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", "numpy"), ("float32",))
+LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", TORCH, "numpy"), ("float32",))
 NOT_HELD = ("onnxruntime", "onnxruntime-genai", "torch.compile", "vllm")  # to AVX2: they have no switch
 # LLVM's x86-64-v3, the instructions of most laptops. Each library has its own variable.
 AVX2 = {
