@@ -30,6 +30,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from peers.setup import VLLM, caption, preloaded
+
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text
 from tinygpt.bench.sweep import served
@@ -191,27 +193,39 @@ def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[st
 @contextmanager
 def vllm_served(args: argparse.Namespace, slots: int) -> Iterator[str]:
     """Yield the URL of vLLM's server, whose output goes to stderr."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    command = [args.vllm, "-m", "vllm.entrypoints.cli.main", "serve", args.model, "--port", port]
-    command += ["--dtype", args.dtype, "--no-enable-prefix-caching", "--max-num-seqs", str(slots)]
-    threads = str(thread_count(args.threads))
-    variables = {
-        "OMP_NUM_THREADS": threads,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-    }
-    process = subprocess.Popen(command, stdout=sys.stderr, env=os.environ | variables)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not answers(f"{url}/health"):
-            if process.poll() is not None:
-                raise SystemExit("vLLM did not start: its output says why")
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    with reserved_port() as port:
+        # `vllm serve` asks for a distribution of the name vllm, and the one for CPUs has another.
+        command = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]
+        command += ["--no-enable-prefix-caching", "--max-num-seqs", str(slots)]
+        threads = str(thread_count(args.threads))
+        variables = {
+            "OMP_NUM_THREADS": threads,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        variables |= preloaded(VLLM, Path(args.vllm))
+        process = subprocess.Popen(command, stdout=sys.stderr, env=os.environ | variables)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not answers(f"{url}/health"):
+                if process.poll() is not None:
+                    raise SystemExit("vLLM did not start: its output says why")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that a server with SO_REUSEADDR can take, and that the system gives to no other program."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def answers(url: str) -> bool:
@@ -296,7 +310,7 @@ def main() -> None:
             print(f"vLLM serves after {time.perf_counter() - starts:.1f} s")
         servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
         rows = compare(args, llm, servers)
-    print(markdown(rows))
+    print(markdown(rows), caption(f"CPU: {cpu_name()}"), sep="\n\n")
     if args.json:
         args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
 

