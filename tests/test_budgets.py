@@ -28,15 +28,15 @@ ROOMS = {
     "kernels/cpu": 59_300,
     "kernels/cuda": 44_500,
     "kernels/*": 10_800,
-    "scripts": 31_600,
-    "tests": 378_500,
+    "scripts": 32_100,
+    "tests": 384_000,
 }
 BUDGETS = {
     "tokens for 100 lines": 980,
     "modules": 234,
     "modules under 60 lines": 1,
     "tokens for 100 lines of tests": 1_100,
-    "lines of READMEs": 1_420,
+    "lines of READMEs": 1_440,
     "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
     "kB of object code": 1_420,
