@@ -39,7 +39,7 @@ BUDGETS = {
     "lines of READMEs": 1_440,
     "words of prose for 100 lines of code": 144,
     "modules that `generate` imports": 93,
-    "kB of object code": 1_420,
+    "kB of object code": 1_470,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
