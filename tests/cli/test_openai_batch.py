@@ -89,6 +89,33 @@ def test_a_flag_that_asks_for_nothing_is_for_each_url(run):
     assert {record["response"]["status_code"] for record in records.values()} == {200}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--min-tokens", "20", "--max-tokens", "30"], ["--length-penalty", "2", "--num-beams", "3"]],
+    ids=str,
+)
+def test_a_flag_may_need_another(run, flags):
+    body = {"prompt": "The fox", "model": "demo"}
+    fields = {
+        name[2:].replace("-", "_"): float(value) for name, value in zip(*[iter(flags)] * 2, strict=True)
+    }
+    _, records, _ = run([line("a", "/v1/completions", body | fields | {"seed": 5})])
+    run.target.unlink()
+    code, by_flags, _ = run([line("a", "/v1/completions", body)], "--seed", "5", *flags)
+    assert code == 0
+    assert by_flags["a"]["response"]["body"]["choices"] == records["a"]["response"]["body"]["choices"]
+
+
+def test_a_flag_that_needs_another_is_refused_alone(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    code, _, err = run(LINES[1:], "--min-tokens", "20")
+    assert code == 2
+    assert err.splitlines()[1:] == [
+        "  line 1: --min-tokens does not fit this body of /v1/completions: min_tokens is 20 and must be at most "
+        "max_tokens, which is 6."
+    ]
+
+
 def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
     monkeypatch.setattr(batch, "load_llm", None)
     asked = "--n", "2", "--logprobs", "2", "--prompt-logprobs", "3"
@@ -96,11 +123,11 @@ def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
     assert code == 2
     told = err.splitlines()[1:]
     assert [each.partition(": Input")[0] for each in told] == [
-        "  line 1: --logprobs is not for /v1/chat/completions: logprobs is 2",
-        "  line 1: --prompt-logprobs is not for /v1/chat/completions: prompt_logprobs is not available in a chat.",
-        "  line 4: --logprobs is not for /v1/responses: logprobs is 2",
-        "  line 4: --n is not for /v1/responses: n is 2",
-        "  line 4: --prompt-logprobs is not for /v1/responses: prompt_logprobs is 3",
+        "  line 1: --logprobs does not fit this body of /v1/chat/completions: logprobs is 2",
+        "  line 1: --prompt-logprobs does not fit this body of /v1/chat/completions: prompt_logprobs is not available in a chat.",
+        "  line 4: --logprobs does not fit this body of /v1/responses: logprobs is 2",
+        "  line 4: --n does not fit this body of /v1/responses: n is 2",
+        "  line 4: --prompt-logprobs does not fit this body of /v1/responses: prompt_logprobs is 3",
     ]
 
 

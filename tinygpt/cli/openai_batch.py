@@ -108,19 +108,24 @@ class LineReader:
         names = OURS | {field.alias: name for name, field in form.model_fields.items() if field.alias}
         given = {names.get(name, name) for name, value in body.items() if value is not None}
         missing = form.model_fields.keys() - given
-        flags = {name: value for name, value in self.flags.items() if name in missing}
-        faults = []
-        for name, value in [*flags.items()]:
-            try:
-                self.check_body(form, {name: value} | body)
-            except RequestError as error:
-                del flags[name]
-                if value != SAMPLING_FIELDS[name].default:
-                    faults.append(f"{flag_of(name)} is not for {url}: {error}")
-        if faults:
-            raise RequestError("\n".join(faults))
-        self.check_body(form, flags | body)
-        return flags | body
+        left = {name: value for name, value in self.flags.items() if name in missing}
+        faults: dict[str, RequestError] = {}
+        is_taken = True
+        while is_taken:  # a flag may need another: --min-tokens a higher --max-tokens
+            is_taken = False
+            for name, value in [*left.items()]:
+                try:
+                    self.check_body(form, {name: value} | body)
+                except RequestError as error:
+                    faults[name] = error
+                    continue
+                body = {name: left.pop(name)} | body
+                is_taken = True
+        asking = [name for name, value in left.items() if value != SAMPLING_FIELDS[name].default]
+        if asking:
+            told = (f"{flag_of(name)} does not fit this body of {url}: {faults[name]}" for name in asking)
+            raise RequestError("\n".join(told))
+        return body
 
 
 class OpenAIRun(Run):
