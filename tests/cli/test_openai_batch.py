@@ -1,5 +1,6 @@
 """`generate --input` with OpenAI's batch lines: replies in its format of results, refusals, continued runs."""
 
+import gc
 import json
 import signal
 
@@ -111,7 +112,7 @@ def test_a_flag_that_needs_another_is_refused_alone(run, monkeypatch):
     code, _, err = run(LINES[1:], "--min-tokens", "20")
     assert code == 2
     assert err.splitlines()[1:] == [
-        "  line 1: --min-tokens does not fit this body of /v1/completions: min_tokens is 20 and must be at most "
+        "  line 1: --min-tokens does not fit /v1/completions: min_tokens is 20 and must be at most "
         "max_tokens, which is 6."
     ]
 
@@ -123,11 +124,11 @@ def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
     assert code == 2
     told = err.splitlines()[1:]
     assert [each.partition(": Input")[0] for each in told] == [
-        "  line 1: --logprobs does not fit this body of /v1/chat/completions: logprobs is 2",
-        "  line 1: --prompt-logprobs does not fit this body of /v1/chat/completions: prompt_logprobs is not available in a chat.",
-        "  line 4: --logprobs does not fit this body of /v1/responses: logprobs is 2",
-        "  line 4: --n does not fit this body of /v1/responses: n is 2",
-        "  line 4: --prompt-logprobs does not fit this body of /v1/responses: prompt_logprobs is 3",
+        "  line 1: --logprobs does not fit /v1/chat/completions: logprobs is 2",
+        "  line 1: --prompt-logprobs does not fit /v1/chat/completions: prompt_logprobs is not available in a chat.",
+        "  line 4: --logprobs does not fit /v1/responses: logprobs is 2",
+        "  line 4: --n does not fit /v1/responses: n is 2",
+        "  line 4: --prompt-logprobs does not fit /v1/responses: prompt_logprobs is 3",
     ]
 
 
@@ -270,3 +271,12 @@ def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
     assert code == 130
     assert "0 of 4 prompts answered" in err
     assert len(asked) == 4
+
+
+def test_a_run_that_is_stopped_within_a_request_says_so_alone(run, monkeypatch, caplog):
+    monkeypatch.setattr(LLM, "read_prompt", lambda *_: signal.raise_signal(signal.SIGINT))
+    code, _, err = run(LINES[1:2])
+    assert code == 130
+    assert "0 of 1 prompt answered" in err
+    gc.collect()  # of tasks, which tell their errors then
+    assert "asyncio" not in {record.name for record in caplog.records}

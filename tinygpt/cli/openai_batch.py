@@ -123,7 +123,7 @@ class LineReader:
                 is_taken = True
         asking = [name for name, value in left.items() if value != SAMPLING_FIELDS[name].default]
         if asking:
-            told = (f"{flag_of(name)} does not fit this body of {url}: {faults[name]}" for name in asking)
+            told = (f"{flag_of(name)} does not fit {url}: {faults[name]}" for name in asking)
             raise RequestError("\n".join(told))
         return body
 
@@ -235,6 +235,7 @@ def _replies(
     try:
         yield finished()
     finally:
+        loop.set_exception_handler(lambda *_: None)  # Ctrl-C may be an error of a task, which is told already
         for task in tasks:
             task.cancel()
         if tasks:
