@@ -118,6 +118,15 @@ def test_after_a_huge_body_the_loop_is_left_as_long_as_it_took(monkeypatch, fail
     assert waits == [3.0]
 
 
+def test_a_process_without_collections_stays_so():
+    gc.disable()
+    try:
+        turns._without_collections(list)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_biases_have_an_end(server):
     reply = server.complete(prompt="a", logit_bias={str(i): 1 for i in range(MAX_WORDS + 1)})
     assert (reply.status, reply.error["param"]) == (400, "logit_bias")
