@@ -217,6 +217,22 @@ def test_a_guess_of_the_activation_is_told(tmp_path, caplog, settings, program):
     assert not caplog.records
 
 
+def test_an_activation_that_the_file_states_is_no_guess(tmp_path, caplog):
+    config = {"n_head": H, "activation_function": "gelu"}
+    torch.save({"model": made(Nano("none")).state_dict(), "config": config}, tmp_path / "ckpt.pt")
+    with caplog.at_level(logging.WARNING):
+        assert open_checkpoint(tmp_path / "ckpt.pt").quirks == ()
+    assert not caplog.records
+
+
+def test_a_guess_is_told_next_to_null_in_config_json(tmp_path, caplog):
+    torch.save({"model": made(Nano()).state_dict(), "config": SIZES}, tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"activation_function": None})
+    with caplog.at_level(logging.WARNING):
+        open_checkpoint(tmp_path / "ckpt.pt")
+    assert "does not say its activation_function" in caplog.text
+
+
 # GPT-2's own names.
 
 
