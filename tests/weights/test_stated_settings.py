@@ -146,6 +146,21 @@ def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize("value", ["False", "false", 0])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_the_scale_of_scores_may_be_a_text(tmp_path, value, is_beside):
+    """In a header of safetensors, all values are."""
+    arrays = {
+        name: np.ascontiguousarray(tensor.numpy()) for name, tensor in made(Nano()).state_dict().items()
+    }
+    told = {"scale_attn_weights": str(value)}
+    save_file(
+        arrays, tmp_path / "model.safetensors", metadata={"n_head": str(H)} | ({} if is_beside else told)
+    )
+    write_json(tmp_path / "config.json", {"scale_attn_weights": value if is_beside else False})
+    assert not open_checkpoint(tmp_path / "model.safetensors").config.scale_attn_weights
+
+
 @pytest.mark.parametrize(
     "name", ["activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_head"]
 )

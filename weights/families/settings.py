@@ -170,6 +170,8 @@ def _unseen_in(fields: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields
         and (fields[name] is not None or name.endswith("_token_id"))  # of which null is none
     }
+    scales = {name: truth_of(unseen[name]) for name in _SCALES if name in unseen}
+    unseen |= {name: scale for name, scale in scales.items() if scale is not None}
     heads = _numbers_in(fields).get("n_head")
     return {**unseen, "n_head": heads[0]} if heads else unseen
 
