@@ -146,6 +146,12 @@ def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
+def test_the_scale_of_scores_is_read_apart_from_sizes(tmp_path):
+    settings = {"sizes": SIZES, "attention": {"scale_attn_weights": False}}
+    torch.save({"model": made(Nano()).state_dict(), "config": settings}, tmp_path / "ckpt.pt")
+    assert not open_checkpoint(tmp_path / "ckpt.pt").config.scale_attn_weights
+
+
 @pytest.mark.parametrize("value", ["False", "false", 0])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_the_scale_of_scores_may_be_a_text(tmp_path, value, is_beside):

@@ -125,10 +125,10 @@ def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def _without_sizes(source: Source) -> Iterator[dict[str, Any]]:
-    """Yield the fields of dictionaries and objects that state heads or an activation, and no width or layers."""
+    """Yield the fields of dictionaries and objects that state heads, activation or scales, and no width or layers."""
     for fields in fields_in(source.container.metadata):
         numbers = _numbers_in(fields)
-        is_stated = "n_head" in numbers or "activation_function" in fields
+        is_stated = "n_head" in numbers or fields.keys() & {"activation_function", *_SCALES}
         if is_stated and not numbers.keys() & {"n_embd", "n_layer"}:
             yield fields
 
