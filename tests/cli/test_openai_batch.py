@@ -90,6 +90,38 @@ def test_a_flag_that_asks_for_nothing_is_for_each_url(run):
     assert {record["response"]["status_code"] for record in records.values()} == {200}
 
 
+def test_a_chats_log_probabilities(run):
+    asked = [
+        CHAT | {"logprobs": True},
+        CHAT | {"logprobs": True, "top_logprobs": 2},
+        CHAT | {"logprobs": False},
+    ]
+    lines = [line(str(i), "/v1/chat/completions", body) for i, body in enumerate(asked)]
+    code, records, _ = run(lines)
+    assert code == 0
+    told = [records[str(i)]["response"]["body"]["choices"][0]["logprobs"] for i in range(3)]
+    assert [told[i] and len(told[i]["content"][0]["top_logprobs"]) for i in range(3)] == [0, 2, None]
+    assert run([line("a", "/v1/chat/completions", CHAT | {"top_logprobs": 2})])[2].splitlines()[1:] == [
+        "  line 1: top_logprobs needs logprobs to be true."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "fields"),
+    [
+        ("--logit-bias", "24=100", {"logit_bias": {"24": 100}}),
+        ("--guided-choice", "mouse", {"guided_choice": ["mouse"]}),
+        ("--repetition-detection", "3,2", {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}}),
+    ],
+)
+def test_a_flag_of_several_values_is_a_default_too(run, flag, value, fields):
+    _, records, _ = run([line("a", "/v1/completions", COMPLETION | fields)])
+    run.target.unlink()
+    code, by_flags, _ = run([line("a", "/v1/completions", COMPLETION)], flag, value)
+    assert code == 0
+    assert by_flags["a"]["response"]["body"]["choices"] == records["a"]["response"]["body"]["choices"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [["--min-tokens", "20", "--max-tokens", "30"], ["--length-penalty", "2", "--num-beams", "3"]],
