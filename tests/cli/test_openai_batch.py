@@ -106,6 +106,31 @@ def test_a_chats_log_probabilities(run):
     ]
 
 
+TURNS = {"messages": CHAT["messages"], "stop": [" "]}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "The fox", "stop": [" "], "max_tokens": -1, "min_tokens": 17}),
+        ("/v1/chat/completions", TURNS | {"max_tokens": -1}),
+        ("/v1/chat/completions", TURNS | {"min_tokens": 17}),
+        ("/v1/chat/completions", TURNS | {"min_tokens": 17, "max_completion_tokens": 18}),
+        ("/v1/responses", {"input": "The fox", "min_tokens": 17, "max_output_tokens": None, "stop": [" "]}),
+    ],
+    ids=str,
+)
+def test_tokens_without_a_bound_fill_the_context(run, url, body):
+    code, _, err = run([line("a", url, body)])
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("body", [{"prompt": "The fox"}, {"prompt": "The fox", "max_tokens": 16}])
+def test_more_tokens_at_least_than_at_most_are_refused(run, monkeypatch, body):
+    monkeypatch.setattr(batch, "load_llm", None)
+    assert run([line("a", "/v1/completions", body | {"min_tokens": 17})])[0] == 2
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "fields"),
     [
