@@ -125,6 +125,15 @@ def test_tokens_without_a_bound_fill_the_context(run, url, body):
     assert code == 0, err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("edits", [{"name": "hook_embed", "keep": 0}]), ("capture", "hook_embed")]
+)
+def test_looks_inside_are_refused_before_any_work(run, monkeypatch, name, value):
+    monkeypatch.setattr(batch, "load_llm", None)
+    _, _, err = run([line("a", "/v1/completions", COMPLETION | {name: value})])
+    assert f"line 1: {name} needs a server that was started with --look" in err
+
+
 @pytest.mark.parametrize("body", [{"prompt": "The fox"}, {"prompt": "The fox", "max_tokens": 16}])
 def test_more_tokens_at_least_than_at_most_are_refused(run, monkeypatch, body):
     monkeypatch.setattr(batch, "load_llm", None)

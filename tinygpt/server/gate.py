@@ -332,9 +332,12 @@ def check_body(form: type[Strict], body: dict[str, Any]) -> None:
     try:
         checked = form.model_validate(body)
         if isinstance(checked, SamplingFields):
-            checked.sampling_params(lambda text: [0], max_tokens=_most_tokens(checked))
+            looks = checked.look_params(False, {})  # a batch has no --look
+            checked.sampling_params(lambda text: [0], max_tokens=_most_tokens(checked), **looks)
     except ValidationError as error:
         raise RequestError(from_validation(_of_body(error, body), form).detail) from None
+    except ApiError as error:
+        raise RequestError(error.detail) from None
     except RequestError as error:
         name = checked.name_of(error.field) if error.field else None
         raise (error.named(name) if name else error) from None
