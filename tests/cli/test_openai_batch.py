@@ -81,6 +81,21 @@ def test_a_body_may_name_a_flags_field_as_other_programs(run):
     assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "The fox", "max_tokens": None}),
+        ("/v1/completions", {"prompt": None}),
+        ("/v1/responses", {"input": "The fox", "max_output_tokens": None}),
+    ],
+)
+def test_null_in_a_body_leaves_a_field_to_the_flag(run, url, body):
+    code, records, _ = run([line("a", url, body)], "--max-tokens", "3", "--ignore-eos")
+    assert code == 0
+    usage = records["a"]["response"]["body"]["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 3
+
+
 RESPONSE = line("response", "/v1/responses", {"input": "The fox", "max_output_tokens": 3})
 
 

@@ -110,6 +110,7 @@ class LineReader:
         given = {names.get(name, name) for name, value in body.items() if value is not None}
         missing = form.model_fields.keys() - given
         left = {name: value for name, value in self.flags.items() if name in missing}
+        body = {name: value for name, value in body.items() if names.get(name, name) not in left}
         faults: dict[str, RequestError] = {}
         is_taken = True
         while is_taken:  # a flag may need another: --min-tokens a higher --max-tokens
