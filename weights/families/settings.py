@@ -69,7 +69,7 @@ def checked_heads(source: Source, n_head: Any) -> Any:
 
 
 def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return UNSEEN fields of the file's own settings, and next to no others of settings without sizes.
+    """Return UNSEEN fields of the file's own settings; what these leave out, of settings without sizes.
 
     Raise CheckpointError if two of them, or config.json, state different values.
     """
