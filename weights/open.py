@@ -61,12 +61,16 @@ def with_revision(model: str, revision: str) -> str:
 
     if not isinstance(revision, str) or not revision:
         raise CheckpointError(f"revision is {revision!r} and must be the name of a commit, branch or tag.")
-    is_hub = not (_is_demo(model) or is_random(model)) and _local_path(model) is None
-    if not is_hub or parse(model).revision is not None:
+    if not is_on_hub(model) or parse(model).revision is not None:
         raise CheckpointError(
             f"revision is {revision!r} and the model is {model}: a Hub model has one revision."
         )
     return str(parse(model)._replace(revision=revision))
+
+
+def is_on_hub(model: str | os.PathLike[str]) -> bool:
+    """Return whether the network is asked for the model. Raise CheckpointError for a local path that is not there."""
+    return not (_is_demo(model) or is_random(model)) and _local_path(model) is None
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:

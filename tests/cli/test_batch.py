@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from support.gate import noting
 from support.paths import DEMO, EOS
 from support.tables import column
 from tinygpt import LLM, SamplingParams
@@ -23,6 +24,7 @@ from tinygpt.cli import main as cli
 from tinygpt.cli.batch import Earlier, open_records, read_earlier
 from tinygpt.cli.streams import PromptRecord, counted
 from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.weights import hub
 
 LINES = column("""
 {"id": "fox", "prompt": "The fox", "max_tokens": 12}
@@ -334,6 +336,15 @@ def test_faults_of_lines_are_told_without_the_model(jobs, no_model):
     jobs.write([{"prompt": "a", "foo": 1}, {"prompt": [10**8]}])
     assert jobs.run("--model", "/nowhere") == 2
     assert jobs.err.splitlines()[1:] == ['  line 1: unknown field "foo".']
+
+
+@pytest.mark.parametrize("flags", [["--model", "owner/name"], ["--lora", "owner/name"]])
+def test_nothing_is_downloaded_for_a_file_with_faults(jobs, no_model, monkeypatch, flags):
+    fetched = noting(monkeypatch, hub, "_fetch", lambda name, patterns: name)
+    jobs.write([{"prompt": "a", "foo": 1}])
+    assert jobs.run(*flags) == 2
+    assert jobs.err.splitlines()[1:] == ['  line 1: unknown field "foo".']
+    assert fetched == []
 
 
 def test_fields_that_are_null_are_not_given(jobs):

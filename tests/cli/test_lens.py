@@ -3,6 +3,7 @@
 import json
 import re
 
+from tinygpt.cli.main import main
 from tinygpt.look.html import lens as lens_of
 
 TEXT = "Once upon <b>a time"
@@ -40,6 +41,13 @@ def test_names_alone_are_printed_without_a_text(call, llm):
     assert lens_of(llm, TEXT, names).names == names  # each has a lens
     assert not {"blocks.0.attn.hook_z", "blocks.0.mlp.hook_post"} & {*names}
     assert json.loads(call("lens", TEXT, "--names", "--json").out) == {"model": "demo", "names": names}
+
+
+def test_names_alone_have_no_page(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["lens", "--names", "--html", str(page)]) == 2
+    assert "--html is a page of a text: give --names NAMES, or leave it out." in capsys.readouterr().err
+    assert not page.exists()
 
 
 def test_json(call, llm):

@@ -1,5 +1,6 @@
 """`generate --input` with OpenAI's batch lines: replies in its format of results, refusals, continued runs."""
 
+import gc
 import json
 import signal
 
@@ -80,6 +81,21 @@ def test_a_body_may_name_a_flags_field_as_other_programs(run):
     assert records["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "The fox", "max_tokens": None}),
+        ("/v1/completions", {"prompt": None}),
+        ("/v1/responses", {"input": "The fox", "max_output_tokens": None}),
+    ],
+)
+def test_null_in_a_body_leaves_a_field_to_the_flag(run, url, body):
+    code, records, _ = run([line("a", url, body)], "--max-tokens", "3", "--ignore-eos")
+    assert code == 0
+    usage = records["a"]["response"]["body"]["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 3
+
+
 RESPONSE = line("response", "/v1/responses", {"input": "The fox", "max_output_tokens": 3})
 
 
@@ -89,6 +105,99 @@ def test_a_flag_that_asks_for_nothing_is_for_each_url(run):
     assert {record["response"]["status_code"] for record in records.values()} == {200}
 
 
+def test_a_chats_log_probabilities(run):
+    asked = [
+        CHAT | {"logprobs": True},
+        CHAT | {"logprobs": True, "top_logprobs": 2},
+        CHAT | {"logprobs": False},
+    ]
+    lines = [line(str(i), "/v1/chat/completions", body) for i, body in enumerate(asked)]
+    code, records, _ = run(lines)
+    assert code == 0
+    told = [records[str(i)]["response"]["body"]["choices"][0]["logprobs"] for i in range(3)]
+    assert [told[i] and len(told[i]["content"][0]["top_logprobs"]) for i in range(3)] == [0, 2, None]
+    assert run([line("a", "/v1/chat/completions", CHAT | {"top_logprobs": 2})])[2].splitlines()[1:] == [
+        "  line 1: top_logprobs needs logprobs to be true."
+    ]
+
+
+TURNS = {"messages": CHAT["messages"], "stop": [" "]}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "The fox", "stop": [" "], "max_tokens": -1, "min_tokens": 17}),
+        ("/v1/chat/completions", TURNS | {"max_tokens": -1}),
+        ("/v1/chat/completions", TURNS | {"min_tokens": 17}),
+        ("/v1/chat/completions", TURNS | {"min_tokens": 17, "max_completion_tokens": 18}),
+        ("/v1/responses", {"input": "The fox", "min_tokens": 17, "max_output_tokens": None, "stop": [" "]}),
+    ],
+    ids=str,
+)
+def test_tokens_without_a_bound_fill_the_context(run, url, body):
+    code, _, err = run([line("a", url, body)])
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("edits", [{"name": "hook_embed", "keep": 0}]), ("capture", "hook_embed")]
+)
+def test_looks_inside_are_refused_before_any_work(run, monkeypatch, name, value):
+    monkeypatch.setattr(batch, "load_llm", None)
+    _, _, err = run([line("a", "/v1/completions", COMPLETION | {name: value})])
+    assert f"line 1: {name} needs a server that was started with --look" in err
+
+
+@pytest.mark.parametrize("body", [{"prompt": "The fox"}, {"prompt": "The fox", "max_tokens": 16}])
+def test_more_tokens_at_least_than_at_most_are_refused(run, monkeypatch, body):
+    monkeypatch.setattr(batch, "load_llm", None)
+    assert run([line("a", "/v1/completions", body | {"min_tokens": 17})])[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "fields"),
+    [
+        ("--logit-bias", "24=100", {"logit_bias": {"24": 100}}),
+        ("--guided-choice", "mouse", {"guided_choice": ["mouse"]}),
+        ("--repetition-detection", "3,2", {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}}),
+    ],
+)
+def test_a_flag_of_several_values_is_a_default_too(run, flag, value, fields):
+    _, records, _ = run([line("a", "/v1/completions", COMPLETION | fields)])
+    run.target.unlink()
+    code, by_flags, _ = run([line("a", "/v1/completions", COMPLETION)], flag, value)
+    assert code == 0
+    assert by_flags["a"]["response"]["body"]["choices"] == records["a"]["response"]["body"]["choices"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--min-tokens", "20", "--max-tokens", "30"], ["--length-penalty", "2", "--num-beams", "3"]],
+    ids=str,
+)
+def test_a_flag_may_need_another(run, flags):
+    body = {"prompt": "The fox", "model": "demo"}
+    fields = {
+        name[2:].replace("-", "_"): float(value) for name, value in zip(*[iter(flags)] * 2, strict=True)
+    }
+    _, records, _ = run([line("a", "/v1/completions", body | fields | {"seed": 5})])
+    run.target.unlink()
+    code, by_flags, _ = run([line("a", "/v1/completions", body)], "--seed", "5", *flags)
+    assert code == 0
+    assert by_flags["a"]["response"]["body"]["choices"] == records["a"]["response"]["body"]["choices"]
+
+
+def test_a_flag_that_needs_another_is_refused_alone(run, monkeypatch):
+    monkeypatch.setattr(batch, "load_llm", None)
+    code, _, err = run(LINES[1:], "--min-tokens", "20")
+    assert code == 2
+    assert err.splitlines()[1:] == [
+        "  line 1: --min-tokens does not fit /v1/completions: min_tokens is 20 and must be at most "
+        "max_tokens, which is 6."
+    ]
+
+
 def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
     monkeypatch.setattr(batch, "load_llm", None)
     asked = "--n", "2", "--logprobs", "2", "--prompt-logprobs", "3"
@@ -96,11 +205,11 @@ def test_a_flag_that_a_url_does_not_know_is_told_with_it(run, monkeypatch):
     assert code == 2
     told = err.splitlines()[1:]
     assert [each.partition(": Input")[0] for each in told] == [
-        "  line 1: --logprobs is not for /v1/chat/completions: logprobs is 2",
-        "  line 1: --prompt-logprobs is not for /v1/chat/completions: prompt_logprobs is not available in a chat.",
-        "  line 4: --logprobs is not for /v1/responses: logprobs is 2",
-        "  line 4: --n is not for /v1/responses: n is 2",
-        "  line 4: --prompt-logprobs is not for /v1/responses: prompt_logprobs is 3",
+        "  line 1: --logprobs does not fit /v1/chat/completions: logprobs is 2",
+        "  line 1: --prompt-logprobs does not fit /v1/chat/completions: prompt_logprobs is not available in a chat.",
+        "  line 4: --logprobs does not fit /v1/responses: logprobs is 2",
+        "  line 4: --n does not fit /v1/responses: n is 2",
+        "  line 4: --prompt-logprobs does not fit /v1/responses: prompt_logprobs is 3",
     ]
 
 
@@ -243,3 +352,12 @@ def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
     assert code == 130
     assert "0 of 4 prompts answered" in err
     assert len(asked) == 4
+
+
+def test_a_run_that_is_stopped_within_a_request_says_so_alone(run, monkeypatch, caplog):
+    monkeypatch.setattr(LLM, "read_prompt", lambda *_: signal.raise_signal(signal.SIGINT))
+    code, _, err = run(LINES[1:2])
+    assert code == 130
+    assert "0 of 1 prompt answered" in err
+    gc.collect()  # of tasks, which tell their errors then
+    assert "asyncio" not in {record.name for record in caplog.records}

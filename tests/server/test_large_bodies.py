@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 from contextlib import nullcontext
 from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -111,11 +112,21 @@ def test_after_a_huge_body_the_loop_is_left_as_long_as_it_took(monkeypatch, fail
     async def sleep(seconds):
         waits.append(seconds)
 
-    monkeypatch.setattr(turns.asyncio, "sleep", sleep)
-    monkeypatch.setattr(turns.time, "perf_counter", iter([2.0, 5.0]).__next__)
+    # Of this module alone: the loop of a server in another thread sleeps, too.
+    monkeypatch.setattr(turns, "asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=iter([2.0, 5.0]).__next__))
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         asyncio.run(turns.read_huge(lambda: 1 / (not fails)))
     assert waits == [3.0]
+
+
+def test_a_process_without_collections_stays_so():
+    gc.disable()
+    try:
+        turns._without_collections(list)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_biases_have_an_end(server):

@@ -146,6 +146,27 @@ def test_the_scale_of_scores_is_read(tmp_path, fields, is_beside):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
+def test_the_scale_of_scores_is_read_apart_from_sizes(tmp_path):
+    settings = {"sizes": SIZES, "attention": {"scale_attn_weights": False}}
+    torch.save({"model": made(Nano()).state_dict(), "config": settings}, tmp_path / "ckpt.pt")
+    assert not open_checkpoint(tmp_path / "ckpt.pt").config.scale_attn_weights
+
+
+@pytest.mark.parametrize("value", ["False", "false", 0])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_the_scale_of_scores_may_be_a_text(tmp_path, value, is_beside):
+    """In a header of safetensors, all values are."""
+    arrays = {
+        name: np.ascontiguousarray(tensor.numpy()) for name, tensor in made(Nano()).state_dict().items()
+    }
+    told = {"scale_attn_weights": str(value)}
+    save_file(
+        arrays, tmp_path / "model.safetensors", metadata={"n_head": str(H)} | ({} if is_beside else told)
+    )
+    write_json(tmp_path / "config.json", {"scale_attn_weights": value if is_beside else False})
+    assert not open_checkpoint(tmp_path / "model.safetensors").config.scale_attn_weights
+
+
 @pytest.mark.parametrize(
     "name", ["activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_head"]
 )
@@ -215,6 +236,22 @@ def test_a_guess_of_the_activation_is_told(tmp_path, caplog, settings, program):
         write_json(tmp_path / "config.json", {"n_head": H, "activation_function": "gelu_new"})
         open_checkpoint(tmp_path / "ckpt.pt")
     assert not caplog.records
+
+
+def test_an_activation_that_the_file_states_is_no_guess(tmp_path, caplog):
+    config = {"n_head": H, "activation_function": "gelu"}
+    torch.save({"model": made(Nano("none")).state_dict(), "config": config}, tmp_path / "ckpt.pt")
+    with caplog.at_level(logging.WARNING):
+        assert open_checkpoint(tmp_path / "ckpt.pt").quirks == ()
+    assert not caplog.records
+
+
+def test_a_guess_is_told_next_to_null_in_config_json(tmp_path, caplog):
+    torch.save({"model": made(Nano()).state_dict(), "config": SIZES}, tmp_path / "ckpt.pt")
+    write_json(tmp_path / "config.json", {"activation_function": None})
+    with caplog.at_level(logging.WARNING):
+        open_checkpoint(tmp_path / "ckpt.pt")
+    assert "does not say its activation_function" in caplog.text
 
 
 # GPT-2's own names.

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..aliases import OURS
 from ..errors import RequestError, how_to_install, suggest
 from ..fields import MAX_COUNT
-from ..sampling_params import SAMPLING_FIELDS, SamplingParams
+from ..sampling_params import SamplingParams
 from ..server.config import ServerConfig
+from ..wire import params_to_json
 from .batch import Earlier, Run, read_earlier
 from .flags import FLAGS, compiling, flag_of, load_llm
 from .streams import counted, line_readers, log, rates, read_lines, read_object
@@ -102,25 +103,30 @@ class LineReader:
         return BatchRequest(number, custom_id, url, body)
 
     def _with_flags(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body with the flags that it leaves open, but for those that ask nothing of a url without them."""
+        """Return the body with the flags that it leaves open, but for those that a url does not have."""
         form = self.form_of[url]
         self.check_body(form, body)
         names = OURS | {field.alias: name for name, field in form.model_fields.items() if field.alias}
         given = {names.get(name, name) for name, value in body.items() if value is not None}
         missing = form.model_fields.keys() - given
-        flags = {name: value for name, value in self.flags.items() if name in missing}
-        faults = []
-        for name, value in [*flags.items()]:
-            try:
-                self.check_body(form, {name: value} | body)
-            except RequestError as error:
-                del flags[name]
-                if value != SAMPLING_FIELDS[name].default:
-                    faults.append(f"{flag_of(name)} is not for {url}: {error}")
-        if faults:
-            raise RequestError("\n".join(faults))
-        self.check_body(form, flags | body)
-        return flags | body
+        left = {name: value for name, value in self.flags.items() if name in missing}
+        body = {name: value for name, value in body.items() if names.get(name, name) not in left}
+        faults: dict[str, RequestError] = {}
+        is_taken = True
+        while is_taken:  # a flag may need another: --min-tokens a higher --max-tokens
+            is_taken = False
+            for name, value in [*left.items()]:
+                try:
+                    self.check_body(form, {name: value} | body)
+                except RequestError as error:
+                    faults[name] = error
+                    continue
+                body = {name: left.pop(name)} | body
+                is_taken = True
+        if left:
+            told = (f"{flag_of(name)} does not fit {url}: {faults[name]}" for name in left)
+            raise RequestError("\n".join(told))
+        return body
 
 
 class OpenAIRun(Run):
@@ -143,9 +149,9 @@ class OpenAIRun(Run):
         except ImportError as error:
             needs = f"OpenAI's lines in --input {path} need {error.name}"
             raise RequestError(f"{needs}, which comes with: {how_to_install('serve')}.") from None
-        flags = {name: getattr(args, name) for name in sorted(args.given & FLAGS.keys())}
-        if params.soft_prompt is not None:
-            flags["soft_prompt"] = params.soft_prompt
+        asking = json.loads(json.dumps(params_to_json(params)))  # a body has lists in place of tuples
+        given = args.given & FLAGS.keys() | {"soft_prompt"}
+        flags = {name: asking[name] for name in sorted(given & asking.keys())}
         reader = LineReader(forms(), check_body, flags, {})
         return read_lines(path, line_readers(content, reader.request))
 
@@ -230,6 +236,7 @@ def _replies(
     try:
         yield finished()
     finally:
+        loop.set_exception_handler(lambda *_: None)  # Ctrl-C may be an error of a task, which is told already
         for task in tasks:
             task.cancel()
         if tasks:

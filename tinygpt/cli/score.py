@@ -161,6 +161,8 @@ def _add_lens_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_lens(args: argparse.Namespace) -> None:
     if args.html is not None:
+        if args.names is None:
+            raise RequestError("--html is a page of a text: give --names NAMES, or leave it out.")
         check_writable("--html", Path(args.html))
     if args.names is None:
         _print_names(args)

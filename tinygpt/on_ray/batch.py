@@ -8,8 +8,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..cli.flags import llm_args, set_thread_pools
@@ -38,17 +39,23 @@ def open_inputs(args: LLMArgs) -> tuple[Any, Any]:
 
 
 def prompt_check(args: argparse.Namespace) -> Callable[[PromptRecord], Any]:
-    """Return a function that raises RequestError for a prompt which is not possible for the model."""
-    try:
-        _, inputs = open_inputs(llm_args(args))
-    except TinyGPTError:  # told when all lines are in order
-        return lambda record: None
+    """Return a function that raises RequestError for a prompt which is not possible for the model.
 
-    def check(record: PromptRecord) -> None:
-        prompt = inputs.read_prompt(record.prompt, record.split_special_tokens)
-        inputs.num_truncated_tokens(prompt, record.params)
+    It lets all pass of a model that cannot be opened, or would be downloaded first: told when all lines are in order.
+    """
+    from ..weights.open import is_on_hub
 
-    return check
+    own = llm_args(args)
+    adapters = [*(own.lora_modules or {}).values(), *(own.soft_prompts or {}).values()]
+    with suppress(TinyGPTError):
+        if not any(map(is_on_hub, [own.checkpoint, *filter(None, [own.lora, *adapters])])):
+            return partial(_check_prompt, open_inputs(own)[1])
+    return lambda record: None
+
+
+def _check_prompt(inputs: Any, record: PromptRecord) -> None:
+    prompt = inputs.read_prompt(record.prompt, record.split_special_tokens)
+    inputs.num_truncated_tokens(prompt, record.params)
 
 
 def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:

@@ -140,16 +140,13 @@ class Api:
     @route("/v1/chat/completions", "POST")
     async def chat(self, form: ChatRequest, request: Request) -> Response:
         """Answer messages."""
-        if form.top_logprobs and not form.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         is_lenient = self.config.ignores_unknown_fields or not self.config.strict_tools
         if problem := form.tool_problem(self.shows_tools or is_lenient):
             raise ApiError(400, problem, "tool_choice")
         if form.may_call and not self.shows_tools:
             log.warning(f"{self.model_name} {SEES_NO_TOOLS}")
         max_tokens = form.max_completion_tokens or form.max_tokens
-        logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        return await self._converse(Chat, max_tokens, form, request, logprobs=logprobs)
+        return await self._converse(Chat, max_tokens, form, request)
 
     @route("/v1/responses", "POST")
     async def responses(self, form: ResponsesRequest, request: Request) -> Response:
@@ -168,7 +165,7 @@ class Api:
         return await self._answer(await self._job(Generation, prompts, form, request, **fields), request)
 
     async def _converse(
-        self, kind: type[Job], max_tokens: int | None, form: Any, request: Request, **fields: Any
+        self, kind: type[Job], max_tokens: int | None, form: Any, request: Request
     ) -> Response:
         """Answer the messages of a form by the chat template."""
         if self.chat_template is None:
@@ -180,9 +177,8 @@ class Api:
         ids = await asyncio.to_thread(read, options, adds_prompt)
         prompts = self._shortened(form, await self.read_prompts([ids], form, request), max_tokens)
         max_tokens = self._max_tokens(form, prompts, max_tokens, self.llm.max_model_len)
-        return await self._answer(
-            await self._job(kind, prompts, form, request, max_tokens=max_tokens, **fields), request
-        )
+        job = await self._job(kind, prompts, form, request, max_tokens=max_tokens)
+        return await self._answer(job, request)
 
     async def _job(
         self, kind: type[JobKind], prompts: list[Prompt], form: Any, request: Request, **fields: Any

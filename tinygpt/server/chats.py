@@ -98,7 +98,10 @@ class ChatRequest(with_foreign("a chat", with_foreign("any request", LookFields)
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         if self.prompt_logprobs is not None:
             raise RequestError("is not available in a chat.", "prompt_logprobs")
-        return super().sampling_params(encode, **others)
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("needs logprobs to be true.", "top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return super().sampling_params(encode, logprobs=logprobs, **others)
 
     def listed_messages(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]

@@ -27,7 +27,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..aliases import OURS
 from ..errors import RequestError, suggest
-from .api import Api
+from ..fields import MAX_COUNT
+from .api import FILLING, Api
+from .chats import ChatRequest, ResponsesRequest
 from .client_fields import DROPPING, hint_of
 from .protocol import SamplingFields, Strict
 from .refusals import ApiError, respond
@@ -330,12 +332,22 @@ def check_body(form: type[Strict], body: dict[str, Any]) -> None:
     try:
         checked = form.model_validate(body)
         if isinstance(checked, SamplingFields):
-            checked.sampling_params(lambda text: [0])
+            looks = checked.look_params(False, {})  # a batch has no --look
+            checked.sampling_params(lambda text: [0], max_tokens=_most_tokens(checked), **looks)
     except ValidationError as error:
         raise RequestError(from_validation(_of_body(error, body), form).detail) from None
+    except ApiError as error:
+        raise RequestError(error.detail) from None
     except RequestError as error:
         name = checked.name_of(error.field) if error.field else None
         raise (error.named(name) if name else error) from None
+
+
+def _most_tokens(form: Any) -> int | None:
+    """Return max_tokens, of a body that fills the context any number; None for the default."""
+    asked = getattr(form, "max_completion_tokens", None) or form.max_tokens
+    is_chat = isinstance(form, ChatRequest | ResponsesRequest)
+    return MAX_COUNT if asked == FILLING or (asked is None and is_chat) else asked
 
 
 def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiError:

@@ -118,11 +118,13 @@ async def read_huge(read: Callable[[], Result]) -> Result:
 
 
 def _without_collections(read: Callable[[], Result]) -> Result:
+    was_enabled = gc.isenabled()
     gc.disable()  # of a body of a million lists, collections take nine tenths of the time
     try:
         return read()
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

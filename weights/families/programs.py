@@ -208,7 +208,8 @@ class Program:
         said = {name: value for name, value in _settings(source).items() if name in _UNSHOWN}
         said |= renamed(sizes, {"n_head": "n_head"})  # by a matrix of each
         config = config_of_parts(source, "the checkpoint", guessed, sizes, said)
-        is_said = {"activation_function", _MINGPTS} & {*source.beside, *_gpt_config(model)}
+        told = {**source.beside, **stated_fields(source, sizes), **_gpt_config(model)}
+        is_said = any(told.get(name) is not None for name in ("activation_function", _MINGPTS))
         if not is_said and self.is_guess(model):
             logger.warning(
                 f"{source.path} does not say its activation_function, which is {self.activation} as in {self.name}: "
@@ -226,7 +227,8 @@ class Program:
 
     def quirks(self, source: Source, config: ModelConfig) -> list[str]:
         quirks = []
-        if self.activation is not None:
+        sizes = {"n_embd": config.n_embd, "n_layer": config.n_layer}
+        if self.activation is not None and "activation_function" not in stated_fields(source, sizes):
             quirks.append(
                 f"activation_function is {config.activation_function}, which the checkpoint does not say"
             )

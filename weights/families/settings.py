@@ -69,7 +69,7 @@ def checked_heads(source: Source, n_head: Any) -> Any:
 
 
 def stated_fields(source: Source, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return UNSEEN fields of the file's own settings, and next to no others of settings without sizes.
+    """Return UNSEEN fields of the file's own settings; what these leave out, of settings without sizes.
 
     Raise CheckpointError if two of them, or config.json, state different values.
     """
@@ -125,10 +125,10 @@ def settings_of(source: Source, sizes: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def _without_sizes(source: Source) -> Iterator[dict[str, Any]]:
-    """Yield the fields of dictionaries and objects that state heads or an activation, and no width or layers."""
+    """Yield the fields of dictionaries and objects that state heads, activation or scales, and no width or layers."""
     for fields in fields_in(source.container.metadata):
         numbers = _numbers_in(fields)
-        is_stated = "n_head" in numbers or "activation_function" in fields
+        is_stated = "n_head" in numbers or fields.keys() & {"activation_function", *_SCALES}
         if is_stated and not numbers.keys() & {"n_embd", "n_layer"}:
             yield fields
 
@@ -170,6 +170,8 @@ def _unseen_in(fields: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields
         and (fields[name] is not None or name.endswith("_token_id"))  # of which null is none
     }
+    scales = {name: truth_of(unseen[name]) for name in _SCALES if name in unseen}
+    unseen |= {name: scale for name, scale in scales.items() if scale is not None}
     heads = _numbers_in(fields).get("n_head")
     return {**unseen, "n_head": heads[0]} if heads else unseen
 
