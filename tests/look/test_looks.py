@@ -318,6 +318,12 @@ def test_a_capture_is_bounded(folder):
             llm.generate([IDS[0]], **GREEDY, capture=["result", "z", "pattern"], n=8, temperature=1.0)
 
 
+@pytest.mark.parametrize("stream", ["text", [[1.0], [1.0, 2.0]], np.zeros(3), np.zeros((0, 5))])
+def test_the_lens_takes_a_stream_alone(plain, stream):
+    with pytest.raises(RequestError, match=r"stream .* must (be numbers \(\.\.\., |end in )"):
+        plain.logit_lens(stream)
+
+
 def test_an_edit_of_the_prompts_end_and_of_a_score(plain):
     edit = Edit("blocks.1.hook_resid_post", keep=0, value=VECTOR, at=-1)
     logits = plain.logits(IDS[0], edit)

@@ -97,7 +97,10 @@ class LookMethods:
     def logit_lens(self, stream: Any) -> np.ndarray:
         """Return logits (..., V) of a residual stream (..., C): ln_f and the head, with the model's own bits."""
         self.engine.check_open()
-        stream = np.asarray(stream, np.float32)
+        try:
+            stream = np.asarray(stream, np.float32)
+        except (TypeError, ValueError):
+            raise invalid("stream", stream, f"numbers (..., {self.config.n_embd})") from None
         if not stream.size or stream.shape[-1] != self.config.n_embd:
             raise RequestError(f"has shape {stream.shape} and must end in {self.config.n_embd}.", "stream")
         rows = stream.reshape(-1, self.config.n_embd)

@@ -1,4 +1,4 @@
-"""GGUF files of GPT-2 and BLOOM that llama.cpp loads, with their tokenizers in them."""
+"""GGUF files of GPT-2, BLOOM and GPT-Neo without local layers that llama.cpp loads, with their tokenizers in them."""
 
 import math
 import struct
@@ -118,8 +118,8 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
     if config.structure not in ARCHITECTURES.values():
         structure = ", ".join(f"{name} {value}" for name, value in config.structure.items())
         raise CheckpointError(
-            f"{checkpoint.path} holds {checkpoint.family} ({structure}), and GGUF files are written of GPT-2 and BLOOM "
-            "alone: give --to safetensors."
+            f"{checkpoint.path} holds {checkpoint.family} ({structure}), and GGUF files are written of GPT-2, BLOOM "
+            "and GPT-Neo without local layers: give --to safetensors."
         )
     if config.activation != "gelu_tanh":
         raise CheckpointError(
