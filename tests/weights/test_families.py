@@ -454,10 +454,10 @@ def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_head
 
 NO_GGUF = rows("""
 opt   | has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM
-mpt-4 | holds MPT (positions alibi), and GGUF files are written of GPT-2, BLOOM and GPT-Neo without
-gpt-1 | holds GPT-1 (norm_placement post, final_norm False), and GGUF files are written of GPT-2, BLOOM and GPT-Neo without
-xglm  | and GGUF files are written of GPT-2, BLOOM and GPT-Neo without
-gpt-neo       | holds GPT-Neo (local_layers (1,), window_size 5), and GGUF files are written of GPT-2, BLOOM and GPT-Neo without
+mpt-4 | holds MPT (positions alibi), and GGUF files are written of GPT-2, BLOOM
+gpt-1 | holds GPT-1 (norm_placement post, final_norm False), and GGUF files are written of GPT-2, BLOOM
+xglm  | and GGUF files are written of GPT-2, BLOOM
+gpt-neo       | holds GPT-Neo (local_layers (1,), window_size 5), and GGUF files are written of GPT-2, BLOOM
 gpt-neo-local | holds GPT-Neo (local_layers (0, 1), window_size 1), and GGUF files
 """)
 
