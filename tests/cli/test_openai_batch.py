@@ -46,6 +46,14 @@ def run(tmp_path, capsys):
     return run
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """As on a terminal: a shell's background job ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_replies_are_the_servers(run):
     code, records, err = run(LINES)
     assert code == 0
@@ -344,6 +352,7 @@ def test_a_request_waits_until_others_leave_memory(run, monkeypatch):
     assert openai_batch.FULL in statuses
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
     asked = noting(monkeypatch, openai_batch, "_ask", lambda app, request: request.id)
     monkeypatch.setattr(openai_batch.Reply, "line", lambda *_: signal.raise_signal(signal.SIGINT))
@@ -354,6 +363,7 @@ def test_a_stopped_run_gives_up_what_is_under_way(run, monkeypatch):
     assert len(asked) == 4
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_run_that_is_stopped_within_a_request_says_so_alone(run, monkeypatch, caplog):
     monkeypatch.setattr(LLM, "read_prompt", lambda *_: signal.raise_signal(signal.SIGINT))
     code, _, err = run(LINES[1:2])

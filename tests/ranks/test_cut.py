@@ -12,7 +12,7 @@ from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cpu.arrays import COLUMNS, INPUTS, Norm, model_arrays, params_of, to_file
+from tinygpt.kernels.cpu.arrays import ALL_POSITIONS, COLUMNS, INPUTS, Norm, model_arrays, params_of, to_file
 from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
 from tinygpt.kernels.cpu.load import load_arrays
 from tinygpt.llm_args import LLMArgs
@@ -101,8 +101,12 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     for rank in range(layout.size):
         part = share_of_rank(cpu, layout, rank, source.config, "float32")
         params = source.load_params(1, share=part)
-        slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
-        assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
+        assert (params.distances is None) == (not has_alibi and not source.config.local_layers)
+        if params.distances is not None:
+            slopes = [np.float32(source.config.alibi_slopes[i]) if has_alibi else 0 for i in part.heads]
+            windows = [source.config.attention(i).window or ALL_POSITIONS for i in part.layers]
+            assert [*params.distances.slopes] == slopes
+            assert [*params.distances.windows] == windows
         assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)
         assert_same(params, params_of(converted, source.config, "float32", part))
 

@@ -125,9 +125,7 @@ def attended() -> np.ndarray:
             out = unwritten(70, 2 * size)
             tiles = np.array([*range(0, 70, tile), 70], np.int32)
             write_kv(solo_team(), k, v, qkv, positions, slots, tiles)
-            attend(
-                solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), None, None
-            )
+            attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), None)
             found.append(out.ravel())
     return np.concatenate(found)
 
