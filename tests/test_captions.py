@@ -30,7 +30,7 @@ REPEATABLE = re.compile(r"Figures: `python [^`]+`")  # no times: a command repea
 PREDICTED = "Predicted, not measured"  # in front of a table
 NUMBER = r"\**[\d.]+\**"
 # Alone, with another engine's, or with a median, as bench_peers.py prints it.
-FIGURE = re.compile(rf"[+-]?{NUMBER}(?: %)?(?:, [\w.]+ {NUMBER}| \([\d.]+\)\**)?")
+FIGURE = re.compile(rf"[+-]?{NUMBER}(?: %)?(?:, [\w.-]+ {NUMBER}| \([\d.]+\)\**)?")
 MACHINE = re.compile(r"Zen \d|EPYC|Xeon|Emerald Rapids|H200")
 TIME = re.compile(r"\d (?:ms|s|times)\b|\d tokens/s|'s time\b|of the time\b")
 RATIO = re.compile(r"\d times as (?:long|fast)\b")
@@ -155,14 +155,23 @@ def sentence(text: str) -> str:
 
 def test_the_readmes_ratios_are_those_of_its_table():
     assert sentence(README) in " ".join(README.split())
-    slower = README.replace("**15.8**", "**17.7**", 1)
+    slower = README.replace("**10.9**", "**21.9**", 1)
     assert sentence(slower) not in " ".join(slower.split())
 
 
+def beginning(text: str) -> str:
+    """Return what the text may begin with: of an equal cell, the engines' times differ by 2 % at most."""
+    cells = [one for of in ratios(text).values() for one in of]
+    faster = sum(one > 1.02 for one in cells)
+    assert min(cells) > 0.98
+    assert faster == len(cells) - 1
+    return f"faster than the other engines in {faster} of the {len(cells)} cells listed below and as fast in the last"
+
+
 def test_we_are_as_fast_as_the_readme_begins_with():
-    """It says so without exception, so no cell may be another engine's."""
-    assert "is faster than the C++ engines listed below" in " ".join(README.split())
-    assert min(min(of) for of in ratios(README).values()) > 1
+    assert beginning(README) in " ".join(README.split())
+    with pytest.raises(AssertionError):
+        beginning(README.replace("**17.8**", "28.6", 1))
 
 
 @pytest.mark.parametrize("path", READMES[:2], ids=lambda path: path.parent.name)
@@ -173,7 +182,7 @@ def test_no_slower_engine_of_a_cell_is_in_bold(path):
         if block.startswith("|")
         for row in cells_of(block)
         for cell in row[1:]
-        if re.fullmatch(rf"{NUMBER}, [\w.]+ {NUMBER}", cell)
+        if re.fullmatch(rf"{NUMBER}, [\w.-]+ {NUMBER}", cell)
     ]
     assert len(cells) > 10
     for cell in cells:
