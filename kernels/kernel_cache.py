@@ -18,7 +18,7 @@ from typing import Any
 
 MAGIC = b"tinygpt kernel 2\n"  # the format of a file, which is part of a build's fingerprint
 HEADER = len(MAGIC) + hashlib.sha256().digest_size
-ANNOUNCEMENT = "compiling kernels for this machine (about 10 s, once for each dtype and kind of request)"
+ANNOUNCEMENT = "compiling kernels for this machine (10 to 30 s, once for each dtype and kind of request)"
 
 logger = logging.getLogger(__name__)
 
