@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served
-from tinygpt.server.monitoring import OUT_OF_DESCRIPTORS, JsonLines, Seldom, TextLines
+from tinygpt.cli.streams import logging_to_stderr
+from tinygpt.server.monitoring import OUT_OF_DESCRIPTORS, JsonLines, Seldom, TextLines, configure_logging
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
@@ -154,6 +155,20 @@ def test_lines_for_people_and_for_programs():
     assert forged.endswith('INFO request path="/v1/x status=200" status=404')
     told = json.loads(JsonLines().format(record(id='a"b', ttft=None)))
     assert told == {"time": 0.5, "level": "info", "message": "request", "id": 'a"b', "ttft": None}
+
+
+@pytest.mark.parametrize(("level", "shown"), [("error", ["failed"]), ("info", ["request", "failed"])])
+def test_errors_alone_are_shown_if_the_flag_asks_for_it(capsys, monkeypatch, level, shown):
+    """As `serve -q`, whose requests were told all the same."""
+    log = logging.getLogger("tinygpt.server")
+    for name in ("tinygpt.server", "uvicorn", "asyncio"):
+        for field in ("handlers", "level", "propagate"):
+            monkeypatch.setattr(logging.getLogger(name), field, getattr(logging.getLogger(name), field))
+    with logging_to_stderr(level):
+        configure_logging("json")
+        log.info("request")
+        log.error("failed")
+    assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == shown
 
 
 def test_used_up_descriptors_are_told_once_a_minute():

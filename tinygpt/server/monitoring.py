@@ -209,7 +209,11 @@ def _renamed(name: str) -> str:
 
 
 def configure_logging(form: str) -> None:
-    """Write the logs of the server, uvicorn and asyncio to stderr, as "text" or as "json" lines."""
+    """Write the logs of the server, uvicorn and asyncio to stderr, as "text" or as "json" lines.
+
+    The package's level, which --log-level sets, may ask for less.
+    """
+    least = logging.getLogger("tinygpt").level
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Seldom())
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -220,7 +224,7 @@ def configure_logging(form: str) -> None:
     ):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.level = level
+        logger.level = max(level, least)
         logger.propagate = False
 
 
