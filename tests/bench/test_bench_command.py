@@ -24,10 +24,10 @@ def no_limits(monkeypatch):
 
 
 def test_the_command_prints_a_table(no_limits, capsys):
-    assert cli.main([*QUICK.split(), "--kv-cache-dtype", "BF16"]) == 0
+    assert cli.main([*QUICK.split(), "--dtype", "int8", "--kv-cache-dtype", "Q8_0"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| random:tiny ")]
-    assert [(row[2], row[5]) for row in rows] == [("bfloat16", "pp4"), ("bfloat16", "tg3 @ d4")] * 2
+    assert [(row[2], row[5]) for row in rows] == [("int8", "pp4"), ("int8", "tg3 @ d4")] * 2
     assert "4 cases of random:tiny" in err
 
 

@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 from scripts import soak
 from support.examples import examples
@@ -48,5 +49,8 @@ def test_a_request_that_sees_others_is_found(monkeypatch):
         return submit(llm, prompt, replace(params, seed=next(count), temperature=1.0, guided_choice=None))
 
     monkeypatch.setattr(LLM, "submit", submit_with_another_seed)
+    # A smaller batch is not looked for.
+    limits = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck), "database": None}
+    monkeypatch.setattr(soak, "run_settings", lambda count, _: settings(max_examples=count, **limits))
     with pytest.raises((AssertionError, TinyGPTError)):
         soak.compare_alone(50, 1)
