@@ -163,15 +163,16 @@ def claim(text: str) -> str:
     """Return the README's first claim by its table: times within 2 % are equal."""
     all_ratios = [ratio for of_dtype in ratios(text).values() for ratio in of_dtype]
     assert min(all_ratios) > 0.98
-    (equal,) = [ratio for ratio in all_ratios if ratio < 1.02]
-    return f"is faster than any other engine in {len(all_ratios) - 1} of the {len(all_ratios)} cells of"
+    num_faster = sum(ratio > 1.02 for ratio in all_ratios)
+    assert num_faster == len(all_ratios) - 1
+    return f"is faster than any other engine in {num_faster} of the {len(all_ratios)} cells of"
 
 
 def test_we_are_as_fast_as_the_readme_begins_with():
     assert claim(README) in " ".join(README.split())
     for mutant in (README.replace("**17.8**", "28.6", 1), README.replace("| 532,", "| 560,", 1)):
         assert mutant != README
-        with pytest.raises((AssertionError, ValueError)):
+        with pytest.raises(AssertionError):
             claim(mutant)
 
 
