@@ -7,7 +7,7 @@
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
     python scripts/bench_peers.py --device cuda --dtypes float32 bfloat16    # next to torch, with CUDA graphs
 
-Each peer is installed into a virtual environment of its own, 8 GB in all, and has files of its own, 6 GB for 124M;
+Each peer is installed into a virtual environment of its own, 8 GB in all, and has files of its own, 7 GB for 124M;
 `--peers` without names leaves them out. Engines run in processes of their own, and take turns. The table has
 milliseconds for each decode step, or for a prefill: the best of the repeats, and the median; the ratio of the best
 times; and why a peer is absent.
