@@ -189,29 +189,31 @@ def newest(sequences) -> list:
     return [(tokens, len(tokens.q) - 1, len(tokens.q)) for tokens in sequences]
 
 
-@pytest.mark.parametrize(
-    ("heads", "size", "dtype"),
-    [
-        *((3, 16, "float32"), (3, 16, "bfloat16"), (1, 80, "bfloat16")),
-        *((1, 64, "float32"), (2, 64, "bfloat16")),
-        *((1, size, "int8") for size in (16, 64, 128)),
-        *daily([(1, 80, "float32"), (1, 80, "int8")], []),
-    ],
-)
+DECODED = [
+    *((3, 16, "float32"), (3, 16, "bfloat16"), (1, 80, "bfloat16")),
+    *((1, 64, "float32"), (2, 64, "bfloat16")),
+    *((1, size, "int8") for size in (16, 64, 128)),
+    *((1, 80, "float32"), (1, 80, "int8")),
+]
+DAILY_DECODED = [(3, 16, "float32"), (3, 16, "bfloat16"), (1, 80, "bfloat16"), (1, 16, "int8")]
+
+
+@pytest.mark.parametrize(("heads", "size", "dtype"), daily(DECODED, DAILY_DECODED))
 def test_decode(heads, size, dtype):
     attention = Attention(dtype, heads, size)
     step = newest(attention.sequences(LENGTHS))
     attention.check(attention.decode(step, surplus=1), step)
 
 
-@pytest.mark.parametrize(
-    ("heads", "size", "dtype"),
-    [
-        *((2, 16, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")),
-        *((2, size, "int8") for size in (64, 128)),
-        *daily([(1, 80, "float32"), (2, 80, "int8")], []),
-    ],
-)
+MIXED = [
+    *((2, 16, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")),
+    *((2, size, "int8") for size in (64, 128)),
+    *((1, 80, "float32"), (2, 80, "int8")),
+]
+DAILY_MIXED = [(2, 16, "float32"), (1, 64, "bfloat16"), (2, 64, "int8")]
+
+
+@pytest.mark.parametrize(("heads", "size", "dtype"), daily(MIXED, DAILY_MIXED))
 def test_a_mixed_step(heads, size, dtype):
     """Whole prompts, the end of one, and single tokens."""
     attention = Attention(dtype, heads, size)

@@ -1,5 +1,6 @@
 """CUDA kernels compiled without a GPU: registers, no spills, and what their PTX has in which order."""
 
+import itertools
 import re
 
 import numpy as np
@@ -47,7 +48,7 @@ from tinygpt.kernels.cuda.layers.linear import (
     steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
-from tinygpt.kernels.cuda.layers.tiles import FMA_TILES, MMA_TILES, ROWS_AT_ONCE
+from tinygpt.kernels.cuda.layers.tiles import FMA_TILES, MMA_TILES, ROWS_AT_ONCE, Tile
 from tinygpt.kernels.cuda.model import ADVANCE_THREADS, DECODE_WARPS, advance
 from tinygpt.kernels.cuda.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows, take_greatest
 
@@ -56,6 +57,7 @@ pytestmark = pytest.mark.toolchain
 DTYPES = ("float32", "bfloat16", "int8")
 CACHES = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # of int8
 SMALLEST, MIDDLE, LARGEST = MMA_TILES
+*SMALLER_FMA_TILES, LARGEST_FMA_TILE = FMA_TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
 CAPABILITIES = (9, 0, "a"), *(pytest.param(other, marks=pytest.mark.slow) for other in ((8, 6), (12, 0)))
 DOUBLES = np.zeros(8)
@@ -110,6 +112,10 @@ def heads_like(values: np.ndarray, cached: np.ndarray) -> Heads:
     return Heads(values, cached, cached, INTS, INTS, *[1] * 5)
 
 
+def gemm_name(tile: Tile) -> str:
+    return f"gemm float32 {tile}"
+
+
 def kernels() -> dict[str, tuple]:
     """Return kernels with the threads of a block and arguments: of each, the variants that need the most."""
     found = {
@@ -135,7 +141,7 @@ def kernels() -> dict[str, tuple]:
         found[f"move {direction}"] = move, MOVE_THREADS, BYTES, BYTES, *[1] * 10
     for tile in FMA_TILES:
         gemm = gemm_kernel("float32", tile, QKV)
-        found[f"gemm float32 {tile}"] = gemm, tile.threads, *gemm_arguments("float32", QKV)
+        found[gemm_name(tile)] = gemm, tile.threads, *gemm_arguments("float32", QKV)
     for dtype in ("bfloat16", "int8"):
         found[f"linear {dtype}"] = (
             linear_kernel(dtype, 8, QKV, 2),
@@ -161,7 +167,7 @@ def kernels() -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=sm)
-@pytest.mark.parametrize("name", kernels())
+@pytest.mark.parametrize("name", daily(kernels(), kernels().keys() - map(gemm_name, SMALLER_FMA_TILES)))
 def test_a_block_has_registers_for_all_its_threads(name, capability):
     kernel, threads, *arguments = kernels()[name]
     compiled = compile_kernel(kernel, *arguments, architecture=capability)
@@ -189,7 +195,7 @@ def loads_of_numbers(ptx: str) -> int:
     return len(re.findall(r"\bld\.global(\.nc)?\.[fb]32", ptx))
 
 
-@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
+@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, "gelu_tanh"], [QKV]))
 def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
     """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
     plain = linear_kernel("bfloat16", 1, epilogue, 2)
@@ -203,7 +209,7 @@ def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
             assert set(re.findall(r"ld\.global[^ ]*", after)) <= {"ld.global.L1::no_allocate.v4.u32"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", daily(["bfloat16", "int8"], ["int8"]))
 def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype):
     plain = linear_kernel(dtype, 1, ADD, 2)
     normed = normed_linear_kernel(dtype, 768, ADD)
@@ -220,8 +226,10 @@ def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype
 MOST_REGISTERS = {1: 80, 2: 96, 4: 112, 8: 160}  # by octets
 
 
-@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, "gelu_tanh"], [QKV]))
-@pytest.mark.parametrize("dtype", DTYPES)
+LINEAR = list(itertools.product(DTYPES, (ADD, LOGITS, QKV, "gelu_tanh")))
+
+
+@pytest.mark.parametrize(("dtype", "epilogue"), daily(LINEAR, [("float32", QKV), ("int8", QKV)]))
 def test_linear_layers_stay_in_registers(dtype, epilogue):
     cases = [(1, 1)]
     if dtype != "float32":
@@ -266,15 +274,15 @@ def test_layer_norm_and_embedding_compile(dtype):
 TILES_REGISTERS = dict(zip(MMA_TILES, (80, 128, 248), strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize(
-    ("tile", "epilogue", "parts"),
-    [
-        *((tile, QKV, 1) for tile in MMA_TILES),
-        (MIDDLE, ADD, 4),
-        *daily([(MIDDLE, ADD, 1), (LARGEST, "gelu_tanh", 1)], []),
-    ],
-)
+TILES = [
+    *((dtype, tile, QKV, 1) for dtype in ("bfloat16", "int8") for tile in MMA_TILES),
+    *((dtype, MIDDLE, ADD, parts) for dtype in ("bfloat16", "int8") for parts in (1, 4)),
+    *((dtype, LARGEST, "gelu_tanh", 1) for dtype in ("bfloat16", "int8")),
+]
+DAILY_TILES = [("bfloat16", LARGEST, QKV, 1), ("int8", LARGEST, QKV, 1), ("bfloat16", MIDDLE, ADD, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "tile", "epilogue", "parts"), daily(TILES, DAILY_TILES))
 def test_tiles_stay_in_registers(dtype, tile, epilogue, parts):
     kernel = gemm_kernel(dtype, tile, epilogue, parts)
     compiled = fitting(TILES_REGISTERS[tile], kernel, *gemm_arguments(dtype, epilogue))
@@ -282,13 +290,13 @@ def test_tiles_stay_in_registers(dtype, tile, epilogue, parts):
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
-@pytest.mark.parametrize("tile", FMA_TILES)
+@pytest.mark.parametrize("tile", daily(FMA_TILES, [LARGEST_FMA_TILE]))
 def test_four_lanes_share_the_sums_of_four_tokens_by_three_shuffles(tile):
     compiled = fitting(248, gemm_kernel("float32", tile, QKV), *gemm_arguments("float32", QKV))
     assert compiled.ptx.count("shfl.sync.bfly") == 3 * tile.lane_sums
 
 
-@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, *ACTIVATIONS], [ADD, QKV, "gelu_tanh"]))
+@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, *ACTIVATIONS], ["gelu_tanh"]))
 def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
     pair = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", SMALLEST, epilogue)
@@ -305,11 +313,14 @@ def test_products_and_sums_are_fused_alike(epilogue):
 TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
 
 
-@pytest.mark.parametrize(("dtype", "is_int8"), CACHES)
-@pytest.mark.parametrize(
-    ("size", "has_slopes"),
-    [(64, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (64, 128)), (128, False)],
-)
+ATTENTION = [
+    (size, has_slopes, *cache) for size in (64, 128) for has_slopes in (False, True) for cache in CACHES
+]
+# With 64 dims, bfloat16's keys and values are shared by the warps of a block.
+DAILY_ATTENTION = [(64, False, "bfloat16", False), *((128, False, *cache) for cache in CACHES)]
+
+
+@pytest.mark.parametrize(("size", "has_slopes", "dtype", "is_int8"), daily(ATTENTION, DAILY_ATTENTION))
 def test_attention_stays_in_registers(size, has_slopes, dtype, is_int8):
     for name, kernel_of in (("decode", attend_decode_kernel), ("prefill", attend_prefill_kernel)):
         limit = TILE_REGISTERS[dtype, size] + 8 * has_slopes if name == "prefill" else 112

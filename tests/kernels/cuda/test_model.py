@@ -113,8 +113,7 @@ experts everywhere, after norms: norm_placement="post", expert_layers=(0, 1), nu
 
 
 OF_FAMILIES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
-# In bfloat16, those whose attention or experts have variants of kernels.
-DAILY = [*((family, "float32") for family in FAMILIES), ("BLOOM", "bfloat16"), ("experts", "bfloat16")]
+DAILY = [(family, "float32") for family in FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "dtype"), daily(OF_FAMILIES, DAILY))
@@ -131,14 +130,11 @@ def test_families(family, dtype):
 
 
 EXPERTS = {"expert_layers": (0,), "num_experts": 3, "experts_per_token": 2}
+CUT = [*((dtype, {}) for dtype in TOLERANCE), ("float32", EXPERTS), ("int8", EXPERTS)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "family"),
-    [
-        *((dtype, {}) for dtype in TOLERANCE),
-        *daily([("float32", EXPERTS), ("int8", EXPERTS)], [("int8", EXPERTS)]),
-    ],
+    ("dtype", "family"), daily(CUT, [("float32", {}), ("bfloat16", {}), ("int8", EXPERTS)])
 )
 def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype, family):
     checkpoint, n = checkpoint_of(n_layer=1, **family), LENGTHS[dtype]
@@ -250,7 +246,7 @@ class Recorder:
             self.found.append(array.reshape(len(array), -1).copy())
 
 
-@pytest.mark.parametrize("dtype", cuda.ADAPTED)
+@pytest.mark.parametrize("dtype", daily(cuda.ADAPTED, ["float32", "bfloat16"]))
 def test_each_sequence_has_its_own_adapter(dtype):
     checkpoint, n = checkpoint_of(), LENGTHS[dtype]
     shapes = {
@@ -307,7 +303,7 @@ def test_all_that_can_be_seen(dtype):
 
 
 NARROW = ("k", "bfloat16"), ("v", "bfloat16"), ("pre", "float16"), *((kind, INT8_CACHE) for kind in "qkv")
-DAILY_NARROW = ("k", "bfloat16"), ("pre", "float16"), ("v", INT8_CACHE)
+DAILY_NARROW = ("k", "bfloat16"), ("v", INT8_CACHE)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +355,7 @@ def test_edits_of_the_stream_and_a_given_one():
     same_bits(found[0][2], found[0][0])  # the head's own bits
 
 
-@pytest.mark.parametrize("dtype", [*NUMBERS, INT8_CACHE])
+@pytest.mark.parametrize("dtype", daily([*NUMBERS, INT8_CACHE], ["float32", "bfloat16", INT8_CACHE]))
 def test_positions_move_between_slots_and_to_the_host(dtype):
     checkpoint, ids = checkpoint_of(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
