@@ -4,11 +4,12 @@ A new capability that needs more names in its commit what it displaces, or why t
 """
 
 import ast
+import functools
 import io
 import subprocess
 import sys
 import tokenize
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from support.paths import ROOT
@@ -56,33 +57,16 @@ def python_files(*folders: str) -> list[Path]:
     return [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Size:
     """The size of files. A token of code is no comment, docstring or layout; prose is in docstrings and comments."""
 
-    modules: int = 0
     tokens: int = 0
     code_lines: int = 0
     words_of_prose: int = 0
 
-    def add(self, text: str) -> None:
-        self.modules += 1
-        docstring_lines: set[int] = set()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-                node, clean=False
-            ):
-                docstring = node.body[0]
-                self.words_of_prose += len(docstring.value.value.split())
-                docstring_lines |= {*range(docstring.lineno, docstring.end_lineno + 1)}
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                self.words_of_prose += len(token.string.lstrip("#").split())
-            elif token.type not in LAYOUT and token.start[0] not in docstring_lines:
-                self.tokens += 1
-                lines |= {*range(token.start[0], token.end[0] + 1)}
-        self.code_lines += len(lines)
+    def __add__(self, other: "Size") -> "Size":
+        return Size(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def tokens_for_100_lines(self) -> int:
@@ -90,10 +74,29 @@ class Size:
 
 
 def size_of(files: list[Path]) -> Size:
-    size = Size()
-    for file in files:
-        size.add(file.read_text(encoding="utf-8"))
-    return size
+    return sum(map(size_of_file, files), Size())
+
+
+@functools.cache
+def size_of_file(file: Path) -> Size:
+    text = file.read_text(encoding="utf-8")
+    tokens = words_of_prose = 0
+    docstring_lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
+            docstring = node.body[0]
+            words_of_prose += len(docstring.value.value.split())
+            docstring_lines |= {*range(docstring.lineno, docstring.end_lineno + 1)}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            words_of_prose += len(token.string.lstrip("#").split())
+        elif token.type not in LAYOUT and token.start[0] not in docstring_lines:
+            tokens += 1
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    return Size(tokens, len(lines), words_of_prose)
 
 
 def num_lines(files: list[Path]) -> int:
@@ -140,7 +143,7 @@ def test_budgets():
     short = [file for file in code if num_lines([file]) < 60]
     found = {
         "tokens for 100 lines": size.tokens_for_100_lines,
-        "modules": size.modules,
+        "modules": len(code),
         "modules under 60 lines": sum("__" not in f.name and f.parent.name != "examples" for f in short),
         "tokens for 100 lines of tests": tests.tokens_for_100_lines,
         "lines of READMEs": num_lines(readmes()),

@@ -275,7 +275,7 @@ def test_a_run_with_an_adapter_is_continued(run, tmp_path):
     adapter = write_lora(tmp_path / "adapter", rank=2, targets=["c_attn"], has_head=False)
     body = {"prompt": "The fox", "max_tokens": 2}
     lines = [line(name, "/v1/completions", body | {"model": name}) for name in ("demo", "a")]
-    flags = "--lora-modules", f"a={adapter}"
+    flags = "--device", "reference", "--lora-modules", f"a={adapter}"
     run(lines[1:], *flags)
     code, records, err = run(lines, *flags)
     assert code == 0

@@ -37,6 +37,7 @@ MODELS = {
 OPTIONS = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 8}
 # By the dtypes of weights and the KV cache.
 CASES = rows("""
+tied    | float32  | auto | [[2, 2]]
 tied    | float32  | auto | [[2, 1], [1, 2]]
 tied    | bfloat16 | auto | [[3, 1]]
 untied  | bfloat16 | int8 | [[1, 3], [2, 2]]

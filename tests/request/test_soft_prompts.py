@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines import batches_of, log_softmax, sample_of, sizes
+from support.examples import daily
 from support.golden_models import SOFT_PROMPTS, golden_ids, write_model, write_soft_prompt
 from support.oracles import generate, live_model, live_peft_model
 from support.recorded import recorded
@@ -243,11 +244,12 @@ def test_lengths_count_virtual_tokens(alone):
             alone.score([5] * 80, [[5] * 11], soft_prompt=name)
 
 
-def test_a_prefix_of_a_file_becomes_int8(tuned):
+@pytest.mark.parametrize("device", daily(["reference", "cpu"], ["reference"]))
+def test_a_prefix_of_a_file_becomes_int8(tuned, device):
     """Its keys and values are float32 there: they are quantised as the kernel quantises those it computes."""
 
     def log_probabilities(cache: str, name: str | None) -> np.ndarray:
-        with LLM(tuned.base, kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:
+        with LLM(tuned.base, device=device, kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:
             (output,) = llm.generate([ids_of(20)], params_of(name, max_tokens=1, prompt_logprobs=V))
         return table(output.prompt_logprobs[1:])
 
