@@ -78,16 +78,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     parser.add_argument("--all", action="store_true", help="build or compare every target and dtype")
     parser.add_argument("--pinned", action="store_true", help="other versions than the objects' fail a check")
-    parser.add_argument("--pins", action="store_true", help="print the objects' versions, for pip")
     # FILE, target and dtype, in a process of it
     parser.add_argument("--into", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.into:
         file, target, dtype = args.into
         compile_all(Path(file), target, dtype)
-    elif args.pins:
-        manifest = read_manifest()
-        print(*(f"{name}=={manifest[name]}" for name in ("numba", "llvmlite")))
     elif args.check:
         return check(builds() if args.all else [of_this_commit()], args.pinned)
     else:
