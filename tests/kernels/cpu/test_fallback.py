@@ -1,10 +1,10 @@
-"""CPUs without AVX-512: the same bits there, in processes whose Numba compiles for such a CPU.
+"""CPUs with fewer instructions: the same bits there, in processes whose kernels are for such a CPU.
 
-This file is also what those processes run: test_fallback.py DTYPE OUTPUT. They compile into a cache of their own, one
-process for each dtype. What a forward pass takes compiles in half a minute, so every day there are the product alone,
-and attention over an int8 cache.
+This file is also what those processes run: test_fallback.py DTYPE OUTPUT. Every day they run the package's objects;
+with --slow they compile, each for half a minute, into a cache of their own.
 """
 
+import json
 import os
 import platform
 import subprocess
@@ -16,18 +16,15 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from support.kernel_tools import operand_of, packed, random_values, same_bits, solo_team, unwritten
+from support.examples import daily
+from support.kernel_tools import same_bits
 from support.paths import EOS, ROOT
 from tinygpt import LLM
 from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cpu.arrays import NO_FACTORS
-from tinygpt.kernels.cpu.layers import activations
-from tinygpt.kernels.cpu.layers.attention import attend, write_kv
-from tinygpt.kernels.cpu.layers.linear import REPLACE, Linear, linear, quarters
+from tinygpt.kernels.cpu import native
 from tinygpt.kernels.cpu.model import take_steps
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 
@@ -47,28 +44,21 @@ TARGETS = {
     "AVX2 VNNI": Target("x86-64-v3", "+avx2,+fma,+avxvnni", ("int8", "int4", INT8_CACHE), "zmm"),
     "SSE2": Target("x86-64", "+sse2", ("int8", INT8_CACHE), "ymm"),  # no fused multiply-add either: libm's
 }
-PRODUCT, ATTENTION = "product", "attention"  # in the place of a dtype
+OBJECTS = json.loads(native.MANIFEST.read_text("ascii"))["targets"]
 CHUNKS = [1] * 10 + [7, 63, 1, 19]  # decode steps, a prefill across a border of key blocks
 TOKENS = np.random.default_rng(0).integers(EOS, size=sum(CHUNKS)).tolist()
 
 
-def is_able() -> bool:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    return bool(binding.get_host_cpu_features().get("avx512f"))
+OF_OBJECTS = [(name, dtype) for name in OBJECTS for dtype in cpu.DTYPES]
+# AVX2's objects are what most laptops run.
+DAILY = [case for case in OF_OBJECTS if case[0] == "AVX2" or case[1] == "int8"]
 
 
-def can_run(name: str) -> bool:
-    """AVX-VNNI came to servers' CPUs after AVX-512 VNNI."""
-    return name != "AVX2 VNNI" or bool(binding.get_host_cpu_features().get("avxvnni"))
+def host_features() -> dict[str, bool]:
+    return binding.get_host_cpu_features() if platform.machine() in ("x86_64", "AMD64") else {}
 
 
-pytestmark = pytest.mark.skipif(
-    not is_able(), reason="this CPU has no AVX-512: its kernels are the fallback already"
-)
-
-
-# In the process that is restricted.
+# In the process# In the process that is restricted.
 
 
 def dtypes_of(name: str) -> tuple[str, str]:
@@ -100,70 +90,47 @@ def logits_in_pieces(name: str) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def products() -> np.ndarray:
-    """Of rows of many sizes, in four segments."""
-    weight = Linear(packed(random_values(83, 130)), random_values(1, 83, seed=1), NO_FACTORS)
-    found = []
-    for rows in (1, 2, 5, 13, 50):
-        out = unwritten(rows, 83)
-        x = operand_of(random_values(rows, 130, seed=2))
-        linear(solo_team(), out, x, weight, np.int64(0), quarters(130, 1), activations.NONE, REPLACE)
-        found.append(out)
-    return np.concatenate(found)
-
-
-def attended() -> np.ndarray:
-    """Over an int8 cache: heads of two sizes, queries one by one and by sixes."""
-    found = []
-    positions = np.arange(70, dtype=np.int32)
-    slots = np.zeros(70, np.int32)
-    for size in (22, 80):
-        config = ModelConfig(n_layer=1, n_head=2, n_embd=2 * size, n_positions=70, vocab_size=5)
-        qkv = random_values(70, 6 * size)
-        (k, v) = (array[0] for array in cpu.new_kv_cache(config, 1, 70, "int8"))
-        for tile in (1, 6):
-            out = unwritten(70, 2 * size)
-            tiles = np.array([*range(0, 70, tile), 70], np.int32)
-            write_kv(solo_team(), k, v, qkv, positions, slots, tiles)
-            attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), None)
-            found.append(out.ravel())
-    return np.concatenate(found)
-
-
 def probe(dtype: str, output: Path) -> None:
-    if dtype in PARTS:
-        compute, kernel = PARTS[dtype]
-        whole = pieces = compute()
-        assembly = "".join(kernel.inspect_asm().values())
-    else:
-        whole = whole_logits(dtype)
-        pieces = logits_in_pieces(dtype)
-        assembly = "".join(take_steps.compiled.inspect_asm().values())
+    whole = whole_logits(dtype)
+    pieces = logits_in_pieces(dtype)
+    assembly = "".join(take_steps.compiled.inspect_asm().values())
     wide = [register for register in ("ymm", "zmm") if register in assembly]
-    np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
-
-
-PARTS = {PRODUCT: (products, linear.in_numba), ATTENTION: (attended, attend.compiled)}
+    np.savez(
+        output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly), target=TARGET.name
+    )
 
 
 # In the tests.
 
 
-def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    target = TARGETS[name]
-    file = folder / f"{name}-{dtype}.npz"
-    cpu_choice = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
-    environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache")}
-    environment["TINYGPT_KERNELS"] = "compile"
+def computed_on(cpu_name: str, features: str, dtype: str, folder: Path, **variables: str) -> dict:
+    file = folder / "computed.npz"
+    cpu_choice = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": features}
+    environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache"), **variables}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     command = [sys.executable, __file__, dtype, str(file)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     with np.load(file) as output:
-        whole, pieces, wide, size = (output[key] for key in ("whole", "pieces", "wide", "size"))
-    assert size > 0
-    assert target.registers not in wide, "the restriction had no effect"
-    return whole, pieces
+        return dict(output)
+
+
+def check_bits(found: dict, dtype: str) -> None:
+    same_bits(found["pieces"], found["whole"])
+    # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
+    if dtype != "bfloat16" or not TARGET.has_amx:  # which sums in an order of its own: test_amx.py
+        same_bits(found["whole"], whole_logits(dtype))
+
+
+@pytest.mark.parametrize(("name", "dtype"), daily(OF_OBJECTS, DAILY))
+def test_objects_for_another_cpu(name, dtype, tmp_path):
+    features = OBJECTS[name]["features"]
+    if native.objects() is None or name == TARGET.name or not all(map(host_features().get, features)):
+        pytest.skip("this CPU's own, or it lacks an instruction, or kernels are to compile")
+    asked = ",".join(f"+{feature}" for feature in features)
+    found = computed_on(OBJECTS[name]["cpu"], asked, dtype, tmp_path)
+    assert (found["target"], found["size"]) == (name, 0)  # nothing has compiled
+    check_bits(found, dtype)
 
 
 @pytest.mark.slow
@@ -171,20 +138,13 @@ def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.nda
     ("name", "dtype"), [(name, dtype) for name in TARGETS for dtype in TARGETS[name].dtypes]
 )
 def test_a_cpu_without_avx512(name, dtype, tmp_path):
-    if not can_run(name):
-        pytest.skip("this CPU has no AVX-VNNI")
-    whole, pieces = computed_on(name, dtype, tmp_path)
-    same_bits(pieces, whole)
-    # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
-    if dtype != "bfloat16" or not TARGET.has_amx:  # which sums in an order of its own: test_amx.py
-        same_bits(whole, whole_logits(dtype))
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_a_step_on_a_cpu_without_avx512(part, tmp_path):
-    found, _ = computed_on("AVX2", part, tmp_path)
-    compute, _ = PARTS[part]
-    same_bits(found, compute())
+    if not host_features().get("avx512f") or (name == "AVX2 VNNI" and not host_features().get("avxvnni")):
+        pytest.skip("this CPU's kernels are the fallback already, or it has no AVX-VNNI")
+    target = TARGETS[name]
+    found = computed_on(target.cpu, target.features, dtype, tmp_path, TINYGPT_KERNELS="compile")
+    assert found["size"] > 0
+    assert target.registers not in found["wide"], "the restriction had no effect"
+    check_bits(found, dtype)
 
 
 if __name__ == "__main__":
