@@ -169,9 +169,8 @@ def test_ranks_give_the_bits_of_one_process(monkeypatch, folders, alone, model, 
         assert everything(llm) == expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"), [("int8", (3, 1)), pytest.param("float32", (2, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # compiles four steps
+@pytest.mark.parametrize(("dtype", "layout"), [("int8", (3, 1)), ("float32", (2, 2))])
 def test_an_int8_cache_is_cut_with_its_scales(monkeypatch, folders, tmp_path, dtype, layout):
     """Keys and values of a session's file, too, and of a prefix, which are float32 there."""
     soft = {"prefix": write_soft_prompt(tmp_path / "soft", "prefix", 5, **FIVE_HEADS)}

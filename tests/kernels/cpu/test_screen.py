@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from support.examples import daily
 from support.kernel_tools import packed, put_rows, same_bits, unpacked, warpers_of
 from tinygpt.kernels.cpu import screen_pack
 from tinygpt.kernels.cpu.arrays import NO_BIAS, NO_FACTORS
@@ -102,7 +103,7 @@ def small_heads(monkeypatch):
     monkeypatch.setattr(screen_pack, "LEAST_SIZE", 0)
 
 
-@pytest.fixture(scope="module", params=SCREENED)
+@pytest.fixture(scope="module", params=daily(SCREENED, ["float32", "bfloat16"]))
 def dtype(request) -> str:
     return request.param
 

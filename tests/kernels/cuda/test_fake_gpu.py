@@ -11,8 +11,8 @@ from support.paths import ROOT
 
 FILES = ("tests/kernels/cuda/test_engine.py", "tests/kernels/cuda/test_probes.py")
 # First requests and graphs; then each dtype. The models of other tests take too long.
-FIRST = "says_what_it_is or memory_back or greedy or warped or graph"
-FEW = f"{FIRST} or small_model"
+FIRST = "says_what_it_is or memory_back or greedy or graph"
+FEW = f"{FIRST} or warped or small_model"
 ALL = "not two_models and not more_of_each"
 CASES = [
     ("9.0", FIRST),
