@@ -25,6 +25,7 @@ class Compiled:
 
     about: tuple  # kernel, signature, architecture
 
+    target = property(lambda self: self._used(r"for '(\w+)'")[1])
     registers = property(lambda self: int(self._used(r"Used (\d+) registers")[1]))
     spilled = property(lambda self: int(self._used(r"(\d+) bytes spill stores")[1]))
     stack = property(lambda self: int(self._used(r"(\d+) bytes stack frame")[1]))
@@ -32,8 +33,7 @@ class Compiled:
 
     @property
     def ptx(self) -> str:
-        """Before linking."""
-        return _ptx(*self.about)
+        return linked_ptx(*self.about)
 
     def _used(self, pattern: str) -> re.Match | None:
         return re.search(pattern, _log(*self.about))
@@ -87,7 +87,7 @@ def texts() -> KernelCache:
 
 @functools.lru_cache(maxsize=1)  # hundreds take gigabytes
 def _library(kernel, signature: tuple, architecture: tuple):
-    """As `cuda.compile` has it, which lowers a kernel once for its PTX and once for what is linked."""
+    """As `cuda.compile` has it, which makes PTX of it or what is linked."""
     from numba.cuda import compiler, dispatcher
 
     # Device functions ask the driver which GPU they are for.
@@ -96,12 +96,6 @@ def _library(kernel, signature: tuple, architecture: tuple):
     options["launch_bounds"] = kernel.targetoptions.get("launch_bounds")
     library, _ = compiler._compile_pyfunc_with_fixup(kernel.py_func, signature, **options)
     return library
-
-
-@kept
-def _ptx(*about) -> str:
-    (ptx,) = _library(*about).get_asm_strs(cc=about[-1])
-    return ptx
 
 
 @kept
