@@ -49,16 +49,11 @@ CHUNKS = [1] * 10 + [7, 63, 1, 19]  # decode steps, a prefill across a border of
 TOKENS = np.random.default_rng(0).integers(EOS, size=sum(CHUNKS)).tolist()
 
 
-OF_OBJECTS = [(name, dtype) for name in OBJECTS for dtype in cpu.DTYPES]
-# AVX2's objects are what most laptops run.
-DAILY = [case for case in OF_OBJECTS if case[0] == "AVX2" or case[1] == "int8"]
-
-
 def host_features() -> dict[str, bool]:
     return binding.get_host_cpu_features() if platform.machine() in ("x86_64", "AMD64") else {}
 
 
-# In the process# In the process that is restricted.
+# In the process that is restricted.
 
 
 def dtypes_of(name: str) -> tuple[str, str]:
@@ -120,6 +115,11 @@ def check_bits(found: dict, dtype: str) -> None:
     # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
     if dtype != "bfloat16" or not TARGET.has_amx:  # which sums in an order of its own: test_amx.py
         same_bits(found["whole"], whole_logits(dtype))
+
+
+OF_OBJECTS = [(name, dtype) for name in OBJECTS for dtype in cpu.DTYPES]
+# AVX2's objects are what most laptops run.
+DAILY = [case for case in OF_OBJECTS if case[0] == "AVX2" or case[1] == "int8"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), daily(OF_OBJECTS, DAILY))
