@@ -92,6 +92,11 @@ def pytest_collection_finish():
     gc.set_threshold(100_000)  # of 700, collecting is a tenth of the time that a kernel compiles
 
 
+def pytest_unconfigure():
+    """Compiled kernels leave millions of objects, which would be freed one by one for 10 s when the process ends."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _toolchain(request):
     if request.node.get_closest_marker("toolchain"):
