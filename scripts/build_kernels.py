@@ -221,7 +221,7 @@ def compile_builds(chosen: list[tuple[str, str]]) -> dict[tuple[str, str], Objec
         return read_objects(file.read_bytes())
 
     begun = time.monotonic()
-    cores = os.cpu_count() or 1
+    cores = min(os.cpu_count() or 1, max(len(chosen), 1))
     seconds = SECONDS * -(-len(chosen) // cores)
     print(f"{len(chosen)} of {len(builds())} builds: some {seconds} s of {cores} cores", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:

@@ -69,6 +69,7 @@ def test_an_adapter_is_its_merged_weights(base, adapters, device):
             np.testing.assert_array_equal(all_logprobs(llm)[0], bare)
 
 
+# A captured step, which compiles, sets the stream aside.
 @pytest.mark.parametrize("captured", daily([[], ["attn_out", "mlp_out"]], [[]]))
 def test_a_batch_mixes_adapters_and_each_has_the_bits_that_it_has_alone(base, adapters, captured):
     names = [None, *adapters, None, "few", "all"]
@@ -78,7 +79,7 @@ def test_a_batch_mixes_adapters_and_each_has_the_bits_that_it_has_alone(base, ad
         )
         for i, name in enumerate(names)
     ]
-    params[4] = replace(params[4], capture=captured)  # in its steps the stream is set aside
+    params[4] = replace(params[4], capture=captured)
     prompts = [golden_ids(3 + 5 * i, vocab_size=90) for i in range(len(names))]
     options = {"lora_modules": adapters, "max_num_batched_tokens": 11, "max_num_seqs": 7}
     with LLM(base, **options) as llm:

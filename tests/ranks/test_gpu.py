@@ -32,13 +32,12 @@ from tinygpt.ranks.rank import share_of_rank
 SMALL = {"n_embd": 24, "n_head": 3, "n_layer": 3, "vocab_size": 61, "n_positions": 40}
 MODELS = {
     "tied": SMALL,
-    "shallow": SMALL | {"n_layer": 2},
     "untied": SMALL | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
 }
 OPTIONS = {"device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 8}
 # By the dtypes of weights and the KV cache.
 CASES = rows("""
-shallow | float32  | auto | [[2, 2]]
+tied    | float32  | auto | [[2, 2]]
 tied    | float32  | auto | [[2, 1], [1, 2]]
 tied    | bfloat16 | auto | [[3, 1]]
 untied  | bfloat16 | int8 | [[1, 3], [2, 2]]

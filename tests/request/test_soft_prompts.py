@@ -246,7 +246,7 @@ def test_lengths_count_virtual_tokens(alone):
 
 @pytest.mark.parametrize("device", daily(["reference", "cpu"], ["reference"]))
 def test_a_prefix_of_a_file_becomes_int8(tuned, device):
-    """Its keys and values are float32 there: they are quantised as the kernel quantises those it computes."""
+    """Its keys and values are float32 there: they are quantised as the backend quantises those it computes."""
 
     def log_probabilities(cache: str, name: str | None) -> np.ndarray:
         with LLM(tuned.base, device=device, kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:

@@ -111,6 +111,8 @@ def pytest_configure() -> None:
 
 
 def main() -> int:
+    if missing := why_not():
+        sys.exit(f"The fake GPU needs {missing}: pip install -e '.[cuda,test]'.")
     folder, capability, *arguments = sys.argv[1:]
     program = "from support import fake_gpu; fake_gpu.pytest_configure(); from tinygpt.cli.main import main; "
     program += f"raise SystemExit(main({arguments!r}))"

@@ -103,6 +103,7 @@ def small_heads(monkeypatch):
     monkeypatch.setattr(screen_pack, "LEAST_SIZE", 0)
 
 
+# A head of float16 compiles, too, and has the steps of bfloat16's.
 @pytest.fixture(scope="module", params=daily(SCREENED, ["float32", "bfloat16"]))
 def dtype(request) -> str:
     return request.param

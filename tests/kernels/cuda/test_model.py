@@ -82,7 +82,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 LENGTHS = dict.fromkeys(TOLERANCE, 66) | {"float32": 6, "float16": 6}
 
 
-# float16 has bfloat16's kernels, of which test_linear.py runs some in both.
+# float16 has bfloat16's kernels, of which test_linear.py runs the linear layers in both.
 @pytest.mark.parametrize("dtype", daily(TOLERANCE, TOLERANCE.keys() - ["float16"]))
 def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
@@ -114,7 +114,8 @@ experts everywhere, after norms: norm_placement="post", expert_layers=(0, 1), nu
 
 
 OF_FAMILIES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")]
-DAILY = [(family, "float32") for family in FAMILIES]
+# In bfloat16, the one whose attention has a variant of its kernel.
+DAILY = [*((family, "float32") for family in FAMILIES), ("BLOOM", "bfloat16")]
 
 
 @pytest.mark.parametrize(("family", "dtype"), daily(OF_FAMILIES, DAILY))
@@ -131,6 +132,7 @@ def test_families(family, dtype):
 
 
 EXPERTS = {"expert_layers": (0,), "num_experts": 3, "experts_per_token": 2}
+# Of a dtype, plain and with experts; bfloat16's bits are compared kernel by kernel, in test_gemm.py.
 CUT = [*((dtype, {}) for dtype in TOLERANCE), ("float32", EXPERTS), ("int8", EXPERTS)]
 
 
