@@ -85,9 +85,8 @@ def texts() -> KernelCache:
     return open_cache(f"ptx-{fingerprint(SOURCES.parent, build)}")
 
 
-@functools.lru_cache(maxsize=1)  # hundreds take gigabytes
 def _library(kernel, signature: tuple, architecture: tuple):
-    """As `cuda.compile` has it, which makes PTX of it or what is linked."""
+    """Lower a kernel as `cuda.compile` does."""
     from numba.cuda import compiler, dispatcher
 
     # Device functions ask the driver which GPU they are for.

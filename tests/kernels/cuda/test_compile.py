@@ -195,7 +195,8 @@ def loads_of_numbers(ptx: str) -> int:
     return len(re.findall(r"\bld\.global(\.nc)?\.[fb]32", ptx))
 
 
-@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, "gelu_tanh"], [QKV]))  # the most is asked for
+# Every day, the epilogue that asks for the most.
+@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, "gelu_tanh"], [QKV]))
 def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
     """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
     plain = linear_kernel("bfloat16", 1, epilogue, 2)
@@ -224,8 +225,6 @@ def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype
 
 # With 64 registers four blocks of 256 threads have room on a multiprocessor, with 80 three, with 128 two.
 MOST_REGISTERS = {1: 80, 2: 96, 4: 112, 8: 160}  # by octets
-
-
 # Every day, float32's; those of the others that need the most are among kernels().
 LINEAR = list(itertools.product(DTYPES, (ADD, LOGITS, QKV, "gelu_tanh")))
 
@@ -297,9 +296,8 @@ def test_four_lanes_share_the_sums_of_four_tokens_by_three_shuffles(tile):
     assert compiled.ptx.count("shfl.sync.bfly") == 3 * tile.lane_sums
 
 
-@pytest.mark.parametrize(
-    "epilogue", daily([ADD, LOGITS, QKV, *ACTIVATIONS], ["gelu_tanh"])
-)  # the most to fuse
+# Every day, the activation with the most to fuse.
+@pytest.mark.parametrize("epilogue", daily([ADD, LOGITS, QKV, *ACTIVATIONS], ["gelu_tanh"]))
 def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
     pair = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", SMALLEST, epilogue)

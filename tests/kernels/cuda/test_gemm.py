@@ -69,8 +69,6 @@ def case(count: int, features: int, k: int, dtype: str):
 
 
 SHAPES = [(1, 3, 40), (17, 19, 552), (65, 35, 136), (130, 11, 648)]
-
-
 SUMS = [(ADD, dtype, *shape) for dtype in DTYPES for shape in SHAPES]
 ACTIVATED = [(name, dtype, 33, 27, 136) for name in ("gelu_tanh", "relu") for dtype in DTYPES]
 
@@ -94,8 +92,6 @@ OF_TILES = [
     *zip(MMA_TILES, ["bfloat16", "int8", "bfloat16"], strict=True),
     *zip(FMA_TILES, ["float32"] * 3, strict=True),
 ]
-
-
 LARGEST_TILES = [*OF_TILES[1:3], OF_TILES[-1]]  # of int8, bfloat16 and float32
 
 
